@@ -1,0 +1,56 @@
+"""Every exception of the package.
+
+RuntimeError
+└── DistError
+    ├── DistNetworkError           a connection could not be made or broke
+    ├── DistStoreError             a store refused or lost a request
+    │   ├── DistQueueEmptyError    queue_pop(block=False) found nothing
+    │   └── StoreTimeout           (also DistTimeout)
+    └── DistBackendError           an operation on a group failed
+        ├── CollectiveMismatch     ranks asked for different operations
+        ├── PeerFailed             a rank died, raised or left
+        ├── Deadlock               ranks wait for each other for ever
+        └── DistTimeout            (also TimeoutError)
+"""
+
+from __future__ import annotations
+
+
+class DistError(RuntimeError):
+    """Root of all errors raised by the package."""
+
+
+class DistNetworkError(DistError):
+    """A connection could not be made or broke."""
+
+
+class DistStoreError(DistError):
+    """A store refused or lost a request."""
+
+
+class DistQueueEmptyError(DistStoreError):
+    """A queue was popped without blocking and had nothing in it."""
+
+
+class DistBackendError(DistError):
+    """An operation on a group failed."""
+
+
+class CollectiveMismatch(DistBackendError):
+    """Ranks of one group asked for operations that do not fit together."""
+
+
+class PeerFailed(DistBackendError):
+    """A rank that an operation needs has died, raised or left."""
+
+
+class Deadlock(DistBackendError):
+    """Ranks wait for each other in a way that cannot move."""
+
+
+class DistTimeout(DistBackendError, TimeoutError):
+    """A deadline passed while waiting for other ranks."""
+
+
+class StoreTimeout(DistStoreError, DistTimeout):
+    """A deadline passed while waiting for a key of a store."""
