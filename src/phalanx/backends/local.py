@@ -131,7 +131,7 @@ class LocalBackend(GroupBackend):
         self, tensor: Tensor, op: ReduceOp, *, timeout: float | None = None, async_op: bool = False
     ) -> Work | None:
         pending = self._group.all_reduce(
-            tensor, op.code, op.factor or 1.0, -1.0 if timeout is None else timeout, async_op
+            tensor, op.code, _factor(op), -1.0 if timeout is None else timeout, async_op
         )
         return None if pending is None else NativeWork(pending, (tensor,))
 
