@@ -40,11 +40,26 @@ bool normalises(DType dtype, Reduce op) { return dtype == DType::Bool || op == R
 std::span<const Table* const> tables() { return {available.tables, available.count}; }
 
 const char* name(DType dtype) {
-  constexpr const char* names[] = {
-      "bool",     "uint8",         "int8",        "uint16",          "int16",
-      "uint32",   "int32",         "uint64",      "int64",           "float16",
-      "bfloat16", "float32",       "float64",     "complex64",       "complex128",
-      "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"};
+  constexpr const char* names[] = {"bool",
+                                   "uint8",
+                                   "int8",
+                                   "uint16",
+                                   "int16",
+                                   "uint32",
+                                   "int32",
+                                   "uint64",
+                                   "int64",
+                                   "float16",
+                                   "bfloat16",
+                                   "float32",
+                                   "float64",
+                                   "complex64",
+                                   "complex128",
+                                   "float8_e4m3fn",
+                                   "float8_e5m2",
+                                   "float8_e4m3fnuz",
+                                   "float8_e5m2fnuz",
+                                   "float8_e8m0fnu"};
   static_assert(std::size(names) == static_cast<size_t>(DType::Count));
   return dtype < DType::Count ? names[static_cast<size_t>(dtype)] : "unknown dtype";
 }
@@ -77,8 +92,8 @@ void reduce(const Reduction& reduction, std::span<void* const> dsts,
     return;
   }
   if (dsts.empty() || count == 0) return;
-  available.tables[0]->at(dtype, op)(
-      Job{dsts.data(), dsts.size(), srcs.data(), srcs.size(), count, factors});
+  available.tables[0]->at(
+      dtype, op)(Job{dsts.data(), dsts.size(), srcs.data(), srcs.size(), count, factors});
 }
 
 void copy(void* dst, const void* src, size_t bytes, size_t stream_from) {

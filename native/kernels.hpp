@@ -22,12 +22,13 @@ struct Reduction {
 };
 
 // dst[d][i] = finish(((src[0][i] op src[1][i]) op src[2][i]) …) for every d. The order is fixed and
-// elements are independent, so bits agree whoever computes them, on any CPU variant, however a range
-// is cut (only the payload of a NaN is the hardware's choice).
+// elements are independent, so bits agree whoever computes them, on any CPU variant, however a
+// range is cut (only the payload of a NaN is the hardware's choice).
 //
 // float16 and bfloat16 are accumulated in float and rounded once; Avg divides by the number of
 // sources; PremulSum rounds each product before adding; integers wrap; Min and Max propagate NaN.
-// Bool reads any non-zero byte as true and writes 0 or 1: Sum and Max are or, Product and Min are and.
+// Bool reads any non-zero byte as true and writes 0 or 1: Sum and Max are or, Product and Min are
+// and.
 //
 // Pointers are aligned to the element. A dst is the same as a src or disjoint from it, never partly
 // overlapping. Throws Failure(Kind::Invalid) if the pair is not reducible.

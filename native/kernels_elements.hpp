@@ -2,7 +2,8 @@
 // target of that variant; PHALANX_ISA is its namespace.
 //
 // An element type has Storage (in memory), Value (what is computed with; a whole vector if width >
-// 1), Scalar (the type of factors), and Single, its version of width 1, for what is left at the end.
+// 1), Scalar (the type of factors), and Single, its version of width 1, for what is left at the
+// end.
 #pragma once
 
 #include <cstddef>
@@ -114,8 +115,8 @@ struct Half : Rounded {
     const uint32_t shifted = (half & 0x7fff) << 13;
     const uint32_t exponent = shifted & 0x0f800000;
     // Subnormal: give it an implicit one, then subtract that one again.
-    const uint32_t subnormal = __builtin_bit_cast(
-        uint32_t, __builtin_bit_cast(float, shifted + 0x38800000) - 0x1p-14f);
+    const uint32_t subnormal =
+        __builtin_bit_cast(uint32_t, __builtin_bit_cast(float, shifted + 0x38800000) - 0x1p-14f);
     const uint32_t quiet = (shifted & 0x007fffff) != 0 ? 0x00400000 : 0;
     const uint32_t special = (shifted + 0x70000000) | quiet;
     const uint32_t normal = shifted + 0x38000000;

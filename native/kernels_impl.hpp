@@ -77,6 +77,16 @@ struct ExactMean : Sum<S> {
   static Times<S> finish(const Job& job) { return {S{1} / static_cast<S>(job.num_srcs)}; }
 };
 
+// A product that stays one: GCC 12 forms 512-bit fmaddsub in spite of -ffp-contract=off.
+template <class T>
+T rounded(T product) {
+#if __has_builtin(__builtin_assoc_barrier)
+  return __builtin_assoc_barrier(product);
+#else
+  return product;
+#endif
+}
+
 template <class S>
 struct Product : Bare<S> {
   template <class V>
@@ -88,7 +98,8 @@ struct Product : Bare<S> {
   static uint16_t combine(uint16_t a, uint16_t b) { return static_cast<uint16_t>(1u * a * b); }
   template <class T>
   static ComplexValue<T> combine(ComplexValue<T> a, ComplexValue<T> b) {
-    return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
+    return {rounded(a.re * b.re) - rounded(a.im * b.im),
+            rounded(a.re * b.im) + rounded(a.im * b.re)};
   }
 };
 
@@ -183,8 +194,8 @@ struct Reducer {
       const Storage* b = src(1) + begin;
       PHALANX_INDEPENDENT
       for (size_t i = 0; i < (end - begin) / width; ++i) {
-        sums[i] = Op::combine(lift_a(Element::load(a + i * width)),
-                              lift_b(Element::load(b + i * width)));
+        sums[i] =
+            Op::combine(lift_a(Element::load(a + i * width)), lift_b(Element::load(b + i * width)));
       }
     }
     for (size_t k = 2; k < last; ++k) {
@@ -252,7 +263,8 @@ void by_parts(const Job& job) {
   parts(twice);
 }
 
-// --- Copies around the caches ----------------------------------------------------------------------
+// --- Copies around the caches
+// ----------------------------------------------------------------------
 
 inline void stream(void* dst, const void* src, size_t bytes) {
 #if defined(__AVX512F__)

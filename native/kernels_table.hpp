@@ -41,10 +41,16 @@ struct Table {
 #define PHALANX_X86_VARIANTS 0
 #endif
 
-namespace baseline { extern const Table table; }
+namespace baseline {
+extern const Table table;
+}
 #if PHALANX_X86_VARIANTS
-namespace avx2 { extern const Table table; }
-namespace avx512 { extern const Table table; }
+namespace avx2 {
+extern const Table table;
+}
+namespace avx512 {
+extern const Table table;
+}
 #endif
 
 // The variants this machine can run, the fastest first.

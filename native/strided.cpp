@@ -70,7 +70,8 @@ struct Mover {
       std::memcpy(to, from, static_cast<size_t>(dim.size) * sizeof(T));
       return;
     }
-    for (int64_t i = 0; i < dim.size; ++i) one(at_dense + i * dim.dense, at_strided + i * dim.strided);
+    for (int64_t i = 0; i < dim.size; ++i)
+      one(at_dense + i * dim.dense, at_strided + i * dim.strided);
   }
 
   // Two loops that are contiguous on different sides, as in a transpose: in tiles, so that each
@@ -122,11 +123,16 @@ void move(void* dense, void* strided, const Layout& layout, size_t item) {
     Mover<T, packing>{static_cast<T*>(dense), static_cast<T*>(strided)}.run(nest);
   };
   switch (item) {
-    case 1: return run(uint8_t{});
-    case 2: return run(uint16_t{});
-    case 4: return run(uint32_t{});
-    case 8: return run(uint64_t{});
-    case 16: return run(Wide{});
+    case 1:
+      return run(uint8_t{});
+    case 2:
+      return run(uint16_t{});
+    case 4:
+      return run(uint32_t{});
+    case 8:
+      return run(uint64_t{});
+    case 16:
+      return run(Wide{});
     default:
       throw Failure(Kind::Invalid, "cannot copy elements of " + std::to_string(item) +
                                        " bytes (known sizes: 1, 2, 4, 8, 16)");
