@@ -17,7 +17,7 @@ check: $(VENV)/dev.stamp  ## lint, formats, types
 	scripts/check
 
 bench: $(VENV)/bench.stamp  ## compare with Gloo, MPI and torch's threaded group
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.collectives --docs docs
 
 clean:
 	rm -rf $(VENV) build out src/phalanx/_native*.so

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -165,7 +164,7 @@ def _run(job: _Job, deadline: float | None, patient: bool) -> tuple[list[Any], l
 
 def _main(rank: int, job: _Job, sender: Connection) -> None:
     """Be one rank: the whole life of its process."""
-    _die_with_parent()
+    threading.Thread(target=_end_with_launcher, name="launcher watch", daemon=True).start()
     os.environ.clear()
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(job.size), LOCAL_WORLD_SIZE=str(job.size))
@@ -191,7 +190,7 @@ def _outcome(rank: int, job: _Job) -> bytes:
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         failure = Failure(rank, as_error(error), text)
-        world.abort(reason(failure))
+        world.current_slot().abort(reason(failure))
         return _pickled(failure)
 
 
@@ -207,8 +206,9 @@ def _pickled(failure: Failure) -> bytes:
     return data
 
 
-def _die_with_parent() -> None:
-    """Have the kernel kill this process when its parent, which ends with the launcher, is gone."""
-    if sys.platform == "linux":
-        parent_death_signal = 1
-        ctypes.CDLL(None).prctl(parent_death_signal, signal.SIGKILL)
+def _end_with_launcher() -> None:
+    """Kill this process once its launcher is gone, however that ended."""
+    launcher = multiprocessing.parent_process()
+    if launcher is not None:
+        launcher.join()
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -79,6 +79,12 @@ class _Rank:
         self.slot = world.Slot()
         self.stream = random.Stream() if rng else None
 
+    def close(self) -> None:
+        """Free what a rank that failed has left behind."""
+        if self.slot.world is not None:
+            self.slot.world.close()
+            self.slot.world = None
+
     @contextmanager
     def identity(self) -> Iterator[None]:
         """Make the calling thread one of this rank."""
@@ -124,6 +130,9 @@ class _Threads:
                 self.failures += overdue(self._stacks(), len(self.ranks), deadline or 0)
         finally:
             self._stop()
+            for rank in self.ranks:
+                if rank.rank not in self.running:
+                    rank.close()
 
     def _main(self, rank: _Rank, patient: bool) -> None:
         try:
