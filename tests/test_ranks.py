@@ -19,6 +19,7 @@ import torch
 
 import phalanx as dist
 from phalanx.errors import DistError, DistTimeout
+from phalanx.launch.outcomes import spell
 from phalanx.testing.ranks import run_ranks
 
 both = pytest.mark.parametrize("ranks", ["threads", "processes"])
@@ -113,6 +114,14 @@ def test_exit_is_an_error(ranks: str) -> None:
     with pytest.raises(DistError, match=r"sys\.exit\(3\)") as caught:
         run_ranks(sys.exit, 1, 3, ranks=ranks)
     assert "rank 0 of 1" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [([3], "rank 3"), ([1, 0], "ranks 0-1"), ([5, 0, 2, 1, 7], "ranks 0-2, 5, 7")],
+)
+def test_ranks_are_spelled_briefly(ranks: list[int], name: str) -> None:
+    assert spell(ranks) == name
 
 
 def test_unknown_kinds_of_ranks_are_refused() -> None:

@@ -12,8 +12,9 @@ operators that take a generator; around one that does not, it exchanges the defa
 state under a lock. A generator that the caller passes is left alone.
 
 Limits: Python's `random`, NumPy, and `torch.default_generator` used as an object stay common to the
-process, as do other devices' generators. Code that `torch.compile` generates draws through the same
-operators, but what it compiles while tracing in one rank is shared by all.
+process, as do the generators of other devices. What `torch.compile` makes draws through the same
+operators; but it takes a thread with a stream for another context than one without, and compiles
+once for each.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-_KEY = torch._C._dispatch_key_parse("TESTING_ONLY_GenericMode")
+_KEY_NAME = "TESTING_ONLY_GenericMode"
+_KEY = torch._C._dispatch_key_parse(_KEY_NAME)
 _KEY_SET = torch._C.DispatchKeySet(_KEY)
 
 # They carry the tag for the sake of other devices; on a CPU they do not draw.
@@ -35,7 +37,7 @@ _NEVER_DRAW = {"aten::_fused_sdp_choice", "aten::_scaled_dot_product_flash_atten
 _default = torch.default_generator
 _here = threading.local()
 _registration = threading.Lock()
-_libraries: list[torch.library.Library] = []  # torch forgets the kernels of one that is gone
+_libraries: list[Any] = []  # torch forgets the kernels of one that is gone
 
 
 class Stream(torch.Generator):
@@ -61,8 +63,8 @@ def current() -> Stream | None:
 
 
 @contextmanager
-def draw_from(stream: Stream | None) -> Iterator[None]:
-    """Let the calling thread draw from `stream` (None: from the process's default generator)."""
+def draw_from(stream: Stream) -> Iterator[None]:
+    """Let the calling thread draw from `stream`."""
     outer = current()
     _here.stream = stream
     try:
@@ -79,10 +81,11 @@ def _register_kernels() -> None:
             _libraries.extend(_new_libraries())
 
 
-def _new_libraries() -> tuple[torch.library.Library, ...]:
-    fallback = torch.library.Library("_", "IMPL", "TESTING_ONLY_GenericMode")
+def _new_libraries() -> tuple[Any, Any]:
+    new = cast(Any, torch.library.Library)
+    fallback = new("_", "IMPL", _KEY_NAME)
     fallback.fallback(torch.library.fallthrough_kernel)
-    kernels = torch.library.Library("aten", "IMPL", "TESTING_ONLY_GenericMode")
+    kernels = new("aten", "IMPL", _KEY_NAME)
     for operator in _random_operators():
         kernels.impl(operator, _kernel(operator))
     return fallback, kernels

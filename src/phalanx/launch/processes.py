@@ -12,16 +12,17 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import phalanx as dist
 from phalanx import world
 from phalanx.errors import DistError
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle
+from phalanx.stores import FileStore
 
 T = TypeVar("T")
 
@@ -179,13 +180,13 @@ def _main(rank: int, job: _Job, sender: Connection) -> None:
 def _outcome(rank: int, job: _Job) -> bytes:
     try:
         fn, args, kwargs = pickle.loads(job.task)
-        store = dist.FileStore(str(Path(job.directory, "store")), job.size)
-        dist.init_process_group(
+        store = FileStore(str(Path(job.directory, "store")), job.size)
+        world.init_process_group(
             job.backend, store=store, rank=rank, world_size=job.size, timeout=job.timeout
         )
         result = fn(*args, **kwargs)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if world.is_initialized():
+            world.destroy_process_group()
         return pickle.dumps(result)
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
@@ -200,9 +201,7 @@ def _pickled(failure: Failure) -> bytes:
         data = pickle.dumps(failure)
         pickle.loads(data)
     except Exception:
-        return pickle.dumps(
-            Failure(failure.rank, DistError(str(failure)), failure.traceback, failure.when)
-        )
+        return pickle.dumps(replace(failure, error=DistError(str(failure))))
     return data
 
 

@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import wraps
 from typing import Any, TypeVar
 
 import torch
 
-import phalanx as dist
 from phalanx import random, world
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle
+from phalanx.stores import HashStore
 
 T = TypeVar("T")
 
@@ -52,13 +51,13 @@ def run_threads(
     """
     if size < 1:
         raise ValueError(f"run_threads needs a size of at least 1, got {size}")
-    store = dist.HashStore()
+    store = HashStore()
 
     def live(rank: int) -> T:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        world.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         result = fn(*args, **kwargs)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if world.is_initialized():
+            world.destroy_process_group()
         return result
 
     with _ranks_are_known():
@@ -203,7 +202,7 @@ def _start_as_rank(self: threading.Thread) -> None:
         run = self.run
 
         def run_as_rank() -> None:
-            del self.run  # type: ignore[method-assign]
+            del self.run
             with rank.identity():
                 run()
 
@@ -211,7 +210,6 @@ def _start_as_rank(self: threading.Thread) -> None:
     _start(self)
 
 
-@wraps(_submit)
 def _submit_as_rank(
     self: ThreadPoolExecutor, fn: Callable[..., T], /, *args: Any, **kwargs: Any
 ) -> Future[T]:
