@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
-SMALL = "--steps 4 --batch 2 --context 16 --width 16 --heads 2 --layers 1 --sample 8".split()
+SMALL = ["--steps=4", "--batch=2", "--context=16", "--width=16", "--layers=1", "--sample=8"]
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
