@@ -1,0 +1,35 @@
+# Everything happens in .venv; nothing is installed twice unless what it depends on has changed.
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt $(shell find native -name '*.[ch]pp')
+
+.PHONY: train test check bench clean
+
+train: $(VENV)/train.stamp  ## train a small GPT on two ranks
+	$(BIN)/python examples/train_gpt.py
+
+test: $(VENV)/test.stamp  ## run the tests
+	$(BIN)/python -m pytest -n $(JOBS)
+
+check: $(VENV)/dev.stamp  ## lint, formats, types
+	scripts/check
+
+bench: $(VENV)/bench.stamp  ## compare with Gloo, MPI and torch's threaded group
+	$(BIN)/python -m benchmarks.collectives --docs docs
+
+clean:
+	rm -rf $(VENV) build out src/phalanx/_native*.so
+
+$(VENV)/build.stamp: Makefile
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade pip scikit-build-core nanobind cmake ninja
+	touch $@
+
+# One stamp per set of extras. Without isolation, so that only changed native files are compiled.
+$(VENV)/%.stamp: $(VENV)/build.stamp $(BUILD_INPUTS)
+	$(BIN)/pip install --quiet --no-build-isolation --constraint constraints.txt --editable .[$*]
+	touch $@
+
+.PRECIOUS: $(VENV)/%.stamp

@@ -1,0 +1,115 @@
+"""What became of the ranks of a launched world, told to whoever launched it."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from phalanx.errors import DistError, DistTimeout, PeerFailed
+
+# How long the others may take to end by themselves once a rank has failed.
+GRACE = 5.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How one rank failed; `when` is comparable between the processes of a machine."""
+
+    rank: int
+    error: BaseException
+    traceback: str = ""  # as text, where the frames could not travel with the error
+    from_outside: bool = False  # the error is about the rank, which did not raise it itself
+    when: float = field(default_factory=time.monotonic)
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether the rank only reports that another one failed."""
+        return isinstance(self.error, PeerFailed)
+
+    def __str__(self) -> str:
+        text = str(self.error).partition("\n")[0]
+        return f"{type(self.error).__name__}: {text}" if text else type(self.error).__name__
+
+
+def as_error(error: BaseException) -> BaseException:
+    """Turn the wish of a rank to exit into an error: its launcher must not obey it."""
+    if not isinstance(error, SystemExit):
+        return error
+    exited = DistError(f"sys.exit({'' if error.code is None else repr(error.code)}) was called")
+    exited.__cause__ = error
+    return exited
+
+
+def reason(failure: Failure) -> str:
+    """Tell the peers of a failed rank why; what it only heard from another is passed on as is."""
+    if failure.is_echo:
+        return str(failure.error)
+    text = failure.traceback or "".join(traceback.format_exception(failure.error))
+    return f"rank {failure.rank} raised\n{text}"
+
+
+def overdue(stacks: dict[int, str], size: int, deadline: float) -> list[Failure]:
+    """Fail the ranks that did not return in time, saying where each of them stands."""
+    places = "".join(f"\n  rank {rank}:\n{stacks[rank].rstrip()}" for rank in sorted(stacks))
+    error = DistTimeout(
+        f"{spell(stacks)} of {size} did not return within {deadline:g} s; "
+        f"look for what each of them waits for:{places}"
+    )
+    return [Failure(rank, error, from_outside=True) for rank in sorted(stacks)]
+
+
+def settle(results: list[Any], failures: list[Failure], return_exceptions: bool) -> list[Any]:
+    """Return the results by rank, or raise the first real failure, labelled with its rank.
+
+    The failures of ranks that only heard of another's do not count as real unless there is no
+    other. With `return_exceptions` nothing is raised: each failed rank's error is its result.
+    """
+    if return_exceptions:
+        for failure in failures:
+            results[failure.rank] = failure.error
+        return results
+    if failures:
+        raise _first(failures, len(results))
+    return results
+
+
+def spell(ranks: Iterable[int]) -> str:
+    """Name ranks briefly: "rank 3", "ranks 0-2, 5"."""
+    ordered = sorted(ranks)
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    names = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+    return f"rank {names}" if len(ordered) == 1 else f"ranks {names}"
+
+
+def _first(failures: list[Failure], size: int) -> BaseException:
+    real = [failure for failure in failures if not failure.is_echo] or failures
+    first, *others = sorted(real, key=lambda failure: failure.when)
+    lines = [] if first.from_outside else [f"raised by rank {first.rank} of {size}"]
+    alike: dict[str, list[int]] = {}
+    for other in others:
+        if other.error is not first.error:
+            alike.setdefault(str(other), []).append(other.rank)
+    lines += [f"also failed: {spell(ranks)}: {what}" for what, ranks in alike.items()]
+    if first.traceback:
+        lines.append(f"on that rank:\n{first.traceback.rstrip()}")
+    if lines:
+        _label(first.error, "\n".join(lines))
+    return first.error
+
+
+def _label(error: BaseException, text: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(text)
+    else:  # no notes there: what is printed above an error is its innermost cause
+        while error.__cause__ or error.__context__:
+            error = error.__cause__ or error.__context__
+        error.__cause__ = DistError(text)

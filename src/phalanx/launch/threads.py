@@ -1,0 +1,259 @@
+"""Worlds whose ranks are threads of this process."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+
+from phalanx import random, world
+from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle
+from phalanx.stores import HashStore
+
+T = TypeVar("T")
+
+
+def run_threads(
+    fn: Callable[..., T],
+    size: int,
+    *args: object,
+    backend: str = "phalanx",
+    timeout: float | timedelta | None = None,
+    deadline: float | None = None,
+    rng: bool = True,
+    return_exceptions: bool = False,
+    **kwargs: object,
+) -> list[T]:
+    """Run `fn(*args, **kwargs)` on `size` ranks, each a thread, and return what each returned.
+
+    Every rank has a world of its own, initialised before `fn` and destroyed after it: `get_rank()`
+    tells them apart, also in threads they start, in tasks they give to a ThreadPoolExecutor and in
+    autograd hooks. Unless `rng` is False each also has its own torch random stream, which starts
+    where the caller's stands (see `phalanx.random`). Arguments and results are shared, not copied.
+
+    `timeout` is the default group's; `deadline` is how many seconds the whole run may take. The
+    first real failure is raised, labelled with its rank; its peers raise PeerFailed as soon as they
+    communicate. Ranks still running a while later, after the deadline, or if this call is
+    interrupted, get an exception at their next Python instruction. With `return_exceptions`
+    failures are returned in their rank's place.
+
+    Torch's intra-op threads are counted per rank: `torch.set_num_threads(1)` suits many ranks.
+    """
+    if size < 1:
+        raise ValueError(f"run_threads needs a size of at least 1, got {size}")
+    store = HashStore()
+
+    def live(rank: int) -> T:
+        world.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        result = fn(*args, **kwargs)
+        if world.is_initialized():
+            world.destroy_process_group()
+        return result
+
+    with _ranks_are_known():
+        threads = _Threads(live, [_Rank(rank, rng) for rank in range(size)])
+        threads.run(deadline, return_exceptions)
+    return settle(threads.results, threads.failures, return_exceptions)
+
+
+class _Stop(BaseException):
+    """Raised in a rank thread from outside, to end it."""
+
+
+class _Rank:
+    """Who a thread is: the rank's world and random stream."""
+
+    def __init__(self, rank: int, rng: bool) -> None:
+        self.rank = rank
+        self.slot = world.Slot()
+        self.stream = random.Stream() if rng else None
+
+    def close(self) -> None:
+        """Free what a rank that failed has left behind."""
+        if self.slot.world is not None:
+            self.slot.world.close()
+            self.slot.world = None
+
+    @contextmanager
+    def identity(self) -> Iterator[None]:
+        """Make the calling thread one of this rank."""
+        outer = getattr(_here, "rank", None)
+        with ExitStack() as stack:
+            stack.enter_context(world.bind(self.slot))
+            if self.stream is not None:
+                stack.enter_context(random.draw_from(self.stream))
+            _here.rank = self
+            try:
+                yield
+            finally:
+                _here.rank = outer
+
+
+class _Threads:
+    """The rank threads of one world while they run."""
+
+    def __init__(self, live: Callable[[int], Any], ranks: list[_Rank]) -> None:
+        self.live = live
+        self.ranks = ranks
+        self.results: list[Any] = [None] * len(ranks)
+        self.failures: list[Failure] = []
+        self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.running: dict[int, threading.Thread] = {}
+        self.limit = float("inf")
+
+    def run(self, deadline: float | None, patient: bool) -> None:
+        """Start the threads and wait for all; not for long after a failure unless `patient`."""
+        if deadline is not None:
+            self.limit = time.monotonic() + deadline
+        try:
+            for rank in self.ranks:
+                # A daemon: a rank that cannot be stopped must not keep the interpreter alive.
+                thread = threading.Thread(
+                    target=self._main, args=(rank, patient), name=f"rank{rank.rank}", daemon=True
+                )
+                self.running[rank.rank] = thread
+                with _nobody():
+                    thread.start()
+            self._wait()
+            if self.running and (patient or not self.failures):
+                self.failures += overdue(self._stacks(), len(self.ranks), deadline or 0)
+        finally:
+            self._stop()
+            for rank in self.ranks:
+                if rank.rank not in self.running:
+                    rank.close()
+
+    def _main(self, rank: _Rank, patient: bool) -> None:
+        try:
+            with rank.identity():
+                self.results[rank.rank] = self.live(rank.rank)
+        except _Stop:
+            pass
+        except BaseException as error:
+            failure = Failure(rank.rank, as_error(error))
+            self.failures.append(failure)
+            if not patient:
+                self.limit = min(self.limit, failure.when + GRACE)
+            rank.slot.abort(reason(failure))
+        finally:
+            self.ended.put(rank.rank)
+
+    def _wait(self) -> None:
+        """Wait until all ranks have ended or the limit, which a failure may move, has passed."""
+        while self.running and (left := self.limit - time.monotonic()) > 0:
+            try:
+                # A rank that brings the limit closer ends at once, and so wakes this.
+                rank = self.ended.get(timeout=None if left == float("inf") else left)
+            except queue.Empty:
+                return
+            self.running.pop(rank).join()
+
+    def _stacks(self) -> dict[int, str]:
+        frames = sys._current_frames()
+        return {
+            rank: "".join(traceback.format_stack(frames.get(thread.ident or 0)))
+            for rank, thread in self.running.items()
+        }
+
+    def _stop(self) -> None:
+        """End what still runs: wake ranks that wait for others, interrupt those that compute."""
+        for rank, thread in self.running.items():
+            self.ranks[rank].slot.abort("the run was given up")
+            if thread.ident is not None:
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                    ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop)
+                )
+        self.limit = time.monotonic() + GRACE
+        self._wait()
+
+
+_here = threading.local()  # .rank: the _Rank that the thread belongs to
+
+
+@contextmanager
+def _nobody() -> Iterator[None]:
+    """Have threads started meanwhile belong to no rank."""
+    outer = getattr(_here, "rank", None)
+    _here.rank = None
+    try:
+        yield
+    finally:
+        _here.rank = outer
+
+
+_start = threading.Thread.start
+_submit = ThreadPoolExecutor.submit
+
+
+def _start_as_rank(self: threading.Thread) -> None:
+    """Start a thread that belongs to the rank of the thread that starts it."""
+    rank: _Rank | None = getattr(_here, "rank", None)
+    if rank is not None:
+        run = self.run
+
+        def run_as_rank() -> None:
+            del self.run
+            with rank.identity():
+                run()
+
+        self.run = run_as_rank  # type: ignore[method-assign]
+    _start(self)
+
+
+def _submit_as_rank(
+    self: ThreadPoolExecutor, fn: Callable[..., T], /, *args: Any, **kwargs: Any
+) -> Future[T]:
+    """Submit a task that belongs to the rank that submits it; a worker may serve several ranks."""
+    rank: _Rank | None = getattr(_here, "rank", None)
+    if rank is None:
+        return _submit(self, fn, *args, **kwargs)
+
+    def task() -> T:
+        with rank.identity():
+            return fn(*args, **kwargs)
+
+    with _nobody():
+        return _submit(self, task)
+
+
+_PATCHES: list[tuple[Any, str, Any]] = [
+    (threading.Thread, "start", _start_as_rank),
+    (ThreadPoolExecutor, "submit", _submit_as_rank),
+    (torch.random, "default_generator", random.DefaultGenerator()),
+]
+_patch_lock = threading.Lock()
+_worlds = 0
+
+
+@contextmanager
+def _ranks_are_known() -> Iterator[None]:
+    """Have threading and torch.random tell ranks apart while there are thread worlds."""
+    global _worlds
+    with _patch_lock:
+        _worlds += 1
+        if _worlds == 1:
+            _swap_patches()
+    try:
+        yield
+    finally:
+        with _patch_lock:
+            _worlds -= 1
+            if _worlds == 0:
+                _swap_patches()
+
+
+def _swap_patches() -> None:
+    """Put each patch in place and keep what was there, or the other way round."""
+    for i, (owner, name, value) in enumerate(_PATCHES):
+        _PATCHES[i] = (owner, name, getattr(owner, name))
+        setattr(owner, name, value)

@@ -1,0 +1,49 @@
+"""Run a function on several ranks, as threads or as processes, and get what each returned."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Literal, TypeVar
+
+from phalanx.launch.processes import run_processes
+from phalanx.launch.threads import run_threads
+
+T = TypeVar("T")
+
+
+def run_ranks(
+    fn: Callable[..., T],
+    size: int,
+    *args: object,
+    ranks: Literal["threads", "processes"] = "threads",
+    timeout: float = 60,
+    backend: str = "phalanx",
+    group_timeout: float | timedelta | None = None,
+    return_exceptions: bool = False,
+    **kwargs: object,
+) -> list[T]:
+    """Run `fn(*args, **kwargs)` on `size` ranks and return their results by rank.
+
+    The default group is initialised on each rank before `fn` and destroyed after it. A run that is
+    not over after `timeout` seconds is ended and raises DistTimeout, which says where each rank
+    stands. `group_timeout` is the default group's own. The first real failure is raised, labelled
+    with its rank; with `return_exceptions` each failed rank's error takes its result's place, and
+    the others may go on. For process ranks `fn` must be defined at the top level of a module.
+    """
+    launchers: dict[str, Callable[..., list[T]]] = {
+        "threads": run_threads,
+        "processes": run_processes,
+    }
+    if ranks not in launchers:
+        raise ValueError(f"unknown kind of ranks {ranks!r} (known: {', '.join(launchers)})")
+    return launchers[ranks](
+        fn,
+        size,
+        *args,
+        backend=backend,
+        timeout=group_timeout,
+        deadline=timeout,
+        return_exceptions=return_exceptions,
+        **kwargs,
+    )
