@@ -27,7 +27,7 @@ import platform
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -42,73 +42,92 @@ from .results import parse_bytes, readable_bytes, readable_seconds
 
 @dataclass(frozen=True)
 class Plan:
-    """Which cells are measured, and how long."""
+    """Which cells are measured, and for how long.
 
-    sizes: str
-    processes: tuple[int, ...]
-    threads: tuple[int, ...]
-    crowd_sizes: str  # with more ranks than two
-    crowd_operations: tuple[str, ...]
+    Worlds of more than two ranks, the crowds, get fewer sizes; of threads only all_reduce is asked.
+    """
+
+    operations: list[str]
+    sizes: list[int]
+    crowd_operations: list[str]
+    crowd_sizes: list[int]
+    processes: list[int]
+    threads: list[int]
     budget: float  # seconds per cell and peer, over all rounds
     rounds: int
 
+    def worlds(self) -> Iterator[tuple[str, int, list[str], list[int]]]:
+        """Yield each world: kind and number of ranks, and the operations and sizes asked of it."""
+        for size in self.processes:
+            if size <= 2:
+                yield "processes", size, self.operations, self.sizes
+            else:
+                yield "processes", size, self.crowd_operations, self.crowd_sizes
+        for size in self.threads:
+            yield "threads", size, ["all_reduce"], self.crowd_sizes
+
+
+def byte_sizes(text: str) -> list[int]:
+    return [parse_bytes(word) for word in text.split(",")]
+
 
 FULL = Plan(
-    sizes="8,64,512,4K,64K,256K,1M,4M,16M,64M,256M",
-    processes=(2, 4, 8),
-    threads=(4, 16, 64),
-    crowd_sizes="8,4K,64K,1M,16M",
-    crowd_operations=tuple(OPERATIONS),
-    budget=0.9,
+    operations=list(OPERATIONS),
+    sizes=byte_sizes("8,256,4K,64K,256K,1M,4M,16M,64M,256M"),
+    crowd_operations=list(OPERATIONS),
+    crowd_sizes=byte_sizes("8,4K,64K,1M,16M"),
+    processes=[2, 4, 8],
+    threads=[4, 16, 64],
+    budget=0.75,
     rounds=3,
 )
 QUICK = Plan(
-    sizes="8,64K,1M,16M",
-    processes=(2, 4),
-    threads=(4, 16),
-    crowd_sizes="8,64K,1M",
-    crowd_operations=("all_reduce",),
+    operations=list(OPERATIONS),
+    sizes=byte_sizes("8,64K,1M,16M"),
+    crowd_operations=["all_reduce"],
+    crowd_sizes=byte_sizes("8,64K,1M"),
+    processes=[2, 4],
+    threads=[4, 16],
     budget=0.2,
     rounds=2,
 )
 
 
+def choose_plan(options: argparse.Namespace) -> Plan:
+    """Start from the quick or the full plan and narrow it to what was asked for."""
+    asked = {
+        "operations": options.operations,
+        "crowd_operations": options.operations,
+        "sizes": options.bytes,
+        "crowd_sizes": options.bytes,
+        "processes": options.processes,
+        "threads": options.threads,
+        "budget": options.budget,
+        "rounds": options.rounds,
+    }
+    return replace(
+        QUICK if options.quick else FULL,
+        **{name: value for name, value in asked.items() if value is not None},
+    )
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    plan = QUICK if options.quick else FULL
+    plan = choose_plan(options)
     peers = choose_peers(known_peers(options.mpi or [Path(sys.prefix)]), options.impl)
-    names = options.operations or list(OPERATIONS)
-    rounds, budget = options.rounds or plan.rounds, options.budget or plan.budget
-    results = []
-    began = time.monotonic()
-    for kind, sizes in (
-        ("processes", plan.processes if options.processes is None else options.processes),
-        ("threads", plan.threads if options.threads is None else options.threads),
-    ):
-        members = [peer for peer in peers if peer.kind == kind]
-        for size in sizes if members else ():
-            crowd = size > 2
-            byte_sizes = parse_list(plan.crowd_sizes if crowd else plan.sizes, parse_bytes)
-            chosen = plan.crowd_operations if crowd and not options.operations else names
-            if kind == "threads" and not options.operations:
-                chosen = ["all_reduce"]
-            with Teams(members, size) as teams:
-                for operation, num_bytes in cells(chosen, options.bytes or byte_sizes):
-                    if row := measure(teams, operation, num_bytes, budget, rounds):
-                        results += row
-                        print(progress(row), flush=True)
-    data = {
+    about = {
         "command": command_line(sys.argv[1:] if arguments is None else arguments),
-        "seconds": round(time.monotonic() - began, 1),
-        "rounds": rounds,
-        "budget": budget,
+        "budget": plan.budget,
+        "rounds": plan.rounds,
         "machine": machine(),
         "peers": {
             peer.name: {"title": peer.title, "kind": peer.kind, "version": peer.version}
             for peer in peers
         },
-        "results": results,
     }
+    began = time.monotonic()
+    results = run(plan, peers)
+    data = {**about, "seconds": round(time.monotonic() - began, 1), "results": results}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(data, indent=1) + "\n")
     report.show(data)
@@ -118,10 +137,22 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def cells(names: list[str], byte_sizes: list[int]) -> Iterator[tuple[Operation, int]]:
+def run(plan: Plan, peers: list[Peer]) -> list[dict]:
+    """Measure everything, saying so as it goes."""
+    results = []
+    for kind, size, names, sizes in plan.worlds():
+        with Teams([peer for peer in peers if peer.kind == kind], size) as teams:
+            for operation, num_bytes in cells(names, sizes):
+                if row := measure(teams, operation, num_bytes, plan.budget, plan.rounds):
+                    results += row
+                    print(progress(row), flush=True)
+    return results
+
+
+def cells(names: list[str], sizes: list[int]) -> Iterator[tuple[Operation, int]]:
     for name in names:
         operation = OPERATIONS[name]
-        for num_bytes in byte_sizes if operation.sized else [0]:
+        for num_bytes in sizes if operation.sized else [0]:
             yield operation, num_bytes
 
 
@@ -181,16 +212,12 @@ def choose_peers(peers: list[Peer], names: list[str] | None) -> list[Peer]:
     return chosen
 
 
-def parse_list(text: str, convert=str) -> list:
-    return [convert(word) for word in text.split(",") if word]
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     summary, _, _ = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives", description=summary)
 
     def listed(convert):
-        return lambda text: parse_list(text, convert)
+        return lambda text: [convert(word) for word in text.split(",") if word]
 
     def operation(name: str) -> str:
         if name not in OPERATIONS:

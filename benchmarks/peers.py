@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import os
+import re
 import shutil
 import signal
 import socket
@@ -61,10 +61,10 @@ class Peer:
 def known_peers(mpi_prefixes: list[Path]) -> list[Peer]:
     """Return every peer there is, also those that cannot run here."""
     torch_version = importlib.metadata.version("torch")
-    phalanx = {"version": _version("phalanx"), "missing": _missing("phalanx")}
+    phalanx = _find_phalanx()
     return [
         Peer("phalanx", "Phalanx", "phalanx", **phalanx),
-        Peer("phalanx-shared", "Phalanx, shared tensors", "phalanx-shared", **phalanx),
+        Peer("phalanx-shared", "Phalanx shared", "phalanx-shared", **phalanx),
         Peer(
             "gloo",
             "Gloo",
@@ -86,24 +86,27 @@ def known_peers(mpi_prefixes: list[Path]) -> list[Peer]:
     ]
 
 
-def _missing(package: str) -> str | None:
-    """Say why a package cannot be used, by trying to."""
-    probe = f"import {package}; {package}.init_process_group"
+def _find_phalanx() -> dict[str, str | None]:
+    """Try to use Phalanx as a rank would; return its version, or why that fails."""
+    version, missing = _probe(
+        sys.executable,
+        "import phalanx; phalanx.init_process_group",
+        "getattr(phalanx, '__version__', 'from source')",
+    )
+    return {"version": version, "missing": missing}
+
+
+def _probe(python: str, attempt: str, answer: str) -> tuple[str, str | None]:
+    """Run a line of Python elsewhere; return the answer, and the error if there was one."""
     done = subprocess.run(
-        [sys.executable, "-c", probe],
+        [python, "-c", f"{attempt}; print({answer})"],
         capture_output=True,
         text=True,
         env=_environment(),
         check=False,
     )
-    return done.stderr.strip().rpartition("\n")[2] if done.returncode else None
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    error = done.stderr.strip().rpartition("\n")[2] if done.returncode else None
+    return done.stdout.strip(), error
 
 
 def _mpi(prefix: Path) -> Peer:
@@ -116,26 +119,25 @@ def _mpi(prefix: Path) -> Peer:
     mpirun = shutil.which("mpirun", path=str(prefix / "bin"))
     if mpirun is None:
         return Peer("mpi", "MPI", "mpi", missing="no mpirun (pip install 'phalanx[bench]')")
-    python = str(prefix / "bin" / "python")
-    probe = subprocess.run(
-        [mpirun, "--version"], capture_output=True, text=True, check=False
-    ).stdout
-    words = {
-        "version": " ".join(probe.split("\n")[0].split()),
-        "python": python if Path(python).exists() else sys.executable,
+    python = shutil.which("python", path=str(prefix / "bin")) or sys.executable
+    binding, missing = _probe(python, "import mpi4py", "mpi4py.__version__")
+    told = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False).stdout
+    number = re.search(r"(?:Open MPI\)|Version:)\s+([\d.]+)", told)
+    common = {
+        "world": "mpi",
+        "version": f"{number[1] if number else 'unknown'}, mpi4py {binding}",
+        "python": python,
+        "missing": missing,
     }
-    if "Open MPI" in probe:
+    if "Open MPI" in told:
         return Peer(
             "openmpi",
             "Open MPI",
-            "mpi",
             launcher=(mpirun, "--oversubscribe", "--bind-to", "none"),
             environment={"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
-            **words,
+            **common,
         )
-    version = next((line.split()[-1] for line in probe.splitlines() if "Version:" in line), "")
-    words["version"] = f"MPICH {version}"
-    return Peer("mpich", "MPICH", "mpi", launcher=(mpirun, "-bind-to", "none"), **words)
+    return Peer("mpich", "MPICH", launcher=(mpirun, "-bind-to", "none"), **common)
 
 
 def _environment() -> dict[str, str]:

@@ -15,7 +15,7 @@ COLOURS = {
     "gloo": "#2471a3",
     "openmpi": "#1e8449",
     "mpich": "#7dcea0",
-    "threadedpg": "#2471a3",
+    "threadedpg": "#7d3c98",
     "bare": "#7f8c8d",
 }
 

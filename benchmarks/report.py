@@ -23,27 +23,20 @@ def tables(results: Results) -> list[Table]:
     for kind, ranks, operation in results.groups():
         peers = results.peers_of(kind, ranks, operation)
         baselines = [name for name in ("gloo", "mpi", "threadedpg") if results.has(kind, name)]
-        heading = ["size"]
-        for peer in peers:
-            heading += [results.title(peer), "p99"]
+        heading = ["size", *[results.title(peer) for peer in peers]]
         ours = [peer for peer in peers if peer.startswith("phalanx")]
         for our in ours:
-            suffix = " (shared)" if our == "phalanx-shared" else ""
-            heading += [f"vs {results.title(name)}{suffix}" for name in baselines]
+            prefix = "shared vs" if our == "phalanx-shared" else "vs"
+            heading += [f"{prefix} {results.title(name)}" for name in baselines]
         rows = []
         for num_bytes in results.sizes(kind, ranks, operation):
             cell = (kind, ranks, operation, num_bytes)
             row = [readable_bytes(num_bytes) if num_bytes else "-"]
-            for peer in peers:
-                result = results.get(*cell, peer)
-                if result is None or result["error"]:
-                    row += ["-", "-"]
-                else:
-                    row += [readable_seconds(result["p50"]), readable_seconds(result["p99"])]
+            row += [readable_times(results.get(*cell, peer)) for peer in peers]
             for our in ours:
                 row += [readable_ratio(results.ratio(*cell, our, name)) for name in baselines]
             rows.append(row)
-        found.append((f"{operation}, {ranks} {kind}", heading, rows))
+        found.append((f"{operation}, {ranks} {kind}: p50 / p99", heading, rows))
     return found
 
 
@@ -51,13 +44,17 @@ def target_table(results: Results) -> Table:
     """Return the project's own targets, each with the worst ratio over its cells."""
     rows = []
     for target in TARGETS:
-        worst = target.worst(results)
-        if worst is None:
-            rows.append([target.what, target.rule, "not measured", "", ""])
+        verdict = target.verdict(results)
+        if verdict is None:
+            rows.append([target.what, target.rule, "not measured", "", "0", ""])
             continue
-        verdict = "met" if worst.ratio >= target.at_least else "missed"
-        rows.append([target.what, target.rule, readable_ratio(worst.ratio), worst.where, verdict])
-    return "Targets", ["what", "at least", "worst measured", "where", ""], rows
+        ratio, where, num_cells = verdict
+        outcome = "met" if ratio >= target.at_least else "missed"
+        rows.append(
+            [target.what, target.rule, readable_ratio(ratio), where, str(num_cells), outcome]
+        )
+    heading = ["what", "at least", "worst measured", "where", "cells", "outcome"]
+    return "Targets", heading, rows
 
 
 def failures(results: Results) -> list[str]:
@@ -86,11 +83,12 @@ def show(data: dict) -> None:
             print(f"\n{title}\n{plain(heading, rows)}")
     else:
         console = Console()
+        console.width = max(console.width, 190)
         for title, heading, rows in everything:
             table = RichTable(title=title, title_justify="left")
             for index, name in enumerate(heading):
                 justify = "left" if title == "Targets" or not index else "right"
-                table.add_column(name, justify=justify, overflow="fold")
+                table.add_column(name, justify=justify, no_wrap=True)
             for row in rows:
                 table.add_row(*row)
             console.print(table)
@@ -113,6 +111,12 @@ def markdown(table: Table) -> str:
     return "\n".join(lines)
 
 
+def readable_times(result: dict | None) -> str:
+    if result is None or result["error"]:
+        return "-"
+    return f"{readable_seconds(result['p50'])} / {readable_seconds(result['p99'])}"
+
+
 def readable_ratio(ratio: float | None) -> str:
     if ratio is None:
         return "-"
@@ -128,7 +132,7 @@ def document(data: dict, pictures: list[tuple[str, str]]) -> str:
     parts = [
         "# Benchmarks",
         "<!-- Made by benchmarks/report.py; change that, not this file. -->",
-        f"Made by one run of {data['seconds'] / 60:.0f} minutes of\n\n    {data['command']}",
+        f"Made in {data['seconds'] / 60:.0f} min by\n\n    {data['command']}",
         f"on {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
         f"{machine['system']}; Python {machine['python']}, torch {machine['torch']}, NumPy "
         f"{machine['numpy']}; load {machine['load_before']} before the run.\n"
@@ -136,12 +140,12 @@ def document(data: dict, pictures: list[tuple[str, str]]) -> str:
         METHOD,
         "## Targets",
         "What the project asks of itself: the ratio of the other's time to Phalanx's, at the "
-        "worst of all measured cells that a line covers.",
+        "worst of all measured cells that a line covers (0 where Phalanx failed).",
         markdown(target_table(results)),
     ]
     for caption, name in pictures:
         parts.append(f"## {caption}\n\n![{caption}]({name})")
-    parts.append("## All numbers\n\nEach implementation: p50, p99. A ratio above 1 is a speed-up.")
+    parts.append("## All numbers\n\nA ratio above 1 is a speed-up.")
     for table in tables(results):
         parts.append(f"### {table[0]}\n\n{markdown(table)}")
     if missing := failures(results):

@@ -11,11 +11,12 @@ from .results import Results, readable_bytes
 KIB, MIB = 1 << 10, 1 << 20
 
 
-class Worst(NamedTuple):
-    """The cell where a target is furthest away."""
+class Verdict(NamedTuple):
+    """How a target fared: its worst cell, and how many cells there were."""
 
     ratio: float
     where: str
+    num_cells: int
 
 
 class Target(NamedTuple):
@@ -35,18 +36,25 @@ class Target(NamedTuple):
     def rule(self) -> str:
         return f"{self.at_least:g}x {self.title}"
 
-    def worst(self, results: Results) -> Worst | None:
-        """Return the lowest ratio, None if no cell was measured."""
+    def verdict(self, results: Results) -> Verdict | None:
+        """Return the lowest ratio, None if no cell was measured.
+
+        A cell where Phalanx failed has the ratio 0; one where only the other did is left out.
+        """
         found = []
         for kind, ranks, operation in results.groups():
             if kind != self.kind or ranks not in self.ranks or operation not in self.operations:
                 continue
             for num_bytes in filter(self.covers, results.sizes(kind, ranks, operation)):
-                ratio = results.ratio(kind, ranks, operation, num_bytes, self.ours, self.other)
+                cell = (kind, ranks, operation, num_bytes)
+                ours = results.get(*cell, self.ours)
+                ratio = results.ratio(*cell, self.ours, self.other)
+                if ours and ours["error"]:
+                    ratio = 0.0
                 if ratio is not None:
                     size = f" {readable_bytes(num_bytes)}" if num_bytes else ""
-                    found.append(Worst(ratio, f"{operation}{size}, {ranks} {kind}"))
-        return min(found, default=None)
+                    found.append((ratio, f"{operation}{size}, {ranks} {kind}"))
+        return Verdict(*min(found), len(found)) if found else None
 
 
 def small(num_bytes: int) -> bool:
