@@ -122,6 +122,7 @@ class Board {
 
   // Memory that all ranks of the group can reach, and how to name and find it.
   Block allocate(size_t bytes) const { return threads() ? Block::plain(bytes) : Block::shared(bytes); }
+  void park(Block block) const { region_->park(std::move(block)); }  // others may still read it
   uint64_t share(const void* data, size_t bytes) const;  // 0 if the others cannot reach it
   std::byte* reach(int rank, uint64_t shared) const { return roster_->reach(members_[rank], shared); }
 

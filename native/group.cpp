@@ -22,7 +22,12 @@ Group::Group(std::shared_ptr<Board> board, int rank, std::string name, double ti
       board_(std::move(board)),
       rank_(rank),
       name_(std::move(name)),
+      spin_{!board_->crowded()},
       chunk_(board_->crowded() ? kCrowdedChunk : kChunk) {}
+
+Group::~Group() {
+  if (stage_) board_->park(std::move(stage_));
+}
 
 void Group::run(Call& call) {
   board_->check_broken();
@@ -141,9 +146,9 @@ void Group::await(const Passage& passage) {
   auto door = [&] { return int32_t(board_->door().load(std::memory_order_acquire) - clock_) >= 0; };
   auto on_look = [&](bool quiet) { look(passage, quiet); };
   if (board_->crowded())
-    wait_until(board_->bell(), false, passage.deadline, door, on_look);
+    wait_until(board_->bell(), spin_, passage.deadline, door, on_look);
   else
-    wait_until(board_->bell(), true, passage.deadline, everybody, on_look);
+    wait_until(board_->bell(), spin_, passage.deadline, everybody, on_look);
 }
 
 bool Group::agreed() const {

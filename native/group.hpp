@@ -44,6 +44,7 @@ struct Call {
 class Group {
  public:
   Group(std::shared_ptr<Board> board, int rank, std::string name, double timeout);
+  ~Group();
 
   int rank() const { return rank_; }
   int size() const { return board_->size(); }
@@ -94,6 +95,7 @@ class Group {
   int rank_;
   std::string name_;
   bool posted_ = false;  // the operation under way is on the board: a failure now breaks the group
+  Spin spin_;
   uint32_t clock_ = 0;
   uint32_t turn_ = 0;
   std::atomic<uint64_t> sequence_ = 0;

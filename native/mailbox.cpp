@@ -14,46 +14,13 @@ constexpr size_t kBacklog = 1024;  // small messages a rank may have waiting for
 
 }  // namespace
 
-// Messages that were on their way when their sender closed. The receiver may still read them, so
-// their pipes stay until it has, or is gone itself.
-struct Mailbox::Limbo {
-  struct Entry {
-    std::shared_ptr<Board> board;
-    int receiver;
-    Block block;
-    Pipe* pipe;
-  };
-  static std::mutex& mutex() {
-    static auto& instance = *new std::mutex;
-    return instance;
-  }
-  static std::list<Entry>& entries() {
-    static auto& instance = *new std::list<Entry>;
-    return instance;
-  }
-  static void add(const std::shared_ptr<Board>& board, Delivery& delivery) {
-    std::lock_guard lock(mutex());
-    entries().push_back({board, delivery.peer, std::move(delivery.pipe_block), delivery.pipe});
-  }
-  static void sweep() {
-    std::lock_guard lock(mutex());
-    entries().remove_if([](Entry& entry) {
-      return entry.pipe->drained.load(std::memory_order_acquire) == entry.pipe->bytes ||
-             entry.pipe->state.load(std::memory_order_acquire) == Pipe::Refused ||
-             !entry.board->obituary(entry.receiver, true).empty();
-    });
-  }
-};
-
 Mailbox::Mailbox(std::shared_ptr<Board> board, int rank, std::string group)
     : board_(std::move(board)),
       rank_(rank),
       group_(std::move(group)),
       sent_(board_->size()),
       received_(board_->size()),
-      outbox_(board_->size()) {
-  Limbo::sweep();
-}
+      outbox_(board_->size()) {}
 
 Mailbox::~Mailbox() { close(); }
 
@@ -70,7 +37,8 @@ void Mailbox::close() {
     for (auto& delivery : open) {
       if (delivery->state == Delivery::State::Open)
         fail(*delivery, Kind::Backend, headline(*delivery) + ": the group was destroyed before it was done");
-      if (delivery->pipe_block) Limbo::add(board_, *delivery);
+      // What is on its way may still be read by its receiver.
+      if (delivery->pipe_block) board_->park(std::move(delivery->pipe_block));
     }
     open.clear();
   };
@@ -216,30 +184,29 @@ bool Mailbox::pump_in(Delivery& delivery) {
     fail(delivery, Kind::PeerFailed, headline(delivery) + ": the sender gave up in the middle of the message");
     return true;
   }
-  bool moved = false;
-  uint64_t drained = pipe.drained.load(std::memory_order_relaxed);
-  if (pipe.direct) {
-    phalanx::copy(delivery.data, board_->reach(delivery.source, pipe.direct), pipe.bytes);
-    drained = pipe.bytes;
-    pipe.drained.store(drained, std::memory_order_release);
-    moved = true;
-  }
-  uint64_t filled = pipe.filled.load(std::memory_order_acquire);
-  while (drained < filled) {
-    size_t at = drained % pipe.capacity;
-    size_t length = std::min({kGulp, size_t(filled - drained), size_t(pipe.capacity - at)});
-    phalanx::copy(delivery.data + drained, pipe.data + at, length, pipe.bytes >= stream_threshold ? 0 : SIZE_MAX);
+  // Once `drained` says that all is read, the pipe is the sender's again: it is not touched after.
+  const uint64_t bytes = delivery.bytes(), capacity = pipe.capacity;
+  const uint64_t before = pipe.drained.load(std::memory_order_relaxed);
+  uint64_t drained = before;
+  auto advance = [&](uint64_t length) {
     drained += length;
     pipe.drained.store(drained, std::memory_order_release);
     board_->seat(delivery.source).mail.ring();
-    filled = pipe.filled.load(std::memory_order_acquire);
-    moved = true;
+  };
+  if (pipe.direct) {
+    phalanx::copy(delivery.data, board_->reach(delivery.source, pipe.direct), bytes);
+    advance(bytes);
   }
-  if (drained == pipe.bytes) {
-    board_->seat(delivery.source).mail.ring();
-    finish(delivery);
+  while (drained < bytes) {
+    uint64_t filled = pipe.filled.load(std::memory_order_acquire);
+    if (drained == filled) break;
+    size_t at = drained % capacity;
+    size_t length = std::min({kGulp, size_t(filled - drained), size_t(capacity - at)});
+    phalanx::copy(delivery.data + drained, pipe.data + at, length, bytes >= stream_threshold ? 0 : SIZE_MAX);
+    advance(length);
   }
-  return moved;
+  if (drained == bytes) finish(delivery);
+  return drained > before;
 }
 
 // Take what has arrived from one rank out of its cells.
@@ -415,7 +382,8 @@ void Mailbox::wait(Delivery& delivery, const Deadline& patience) {
     return delivery.state.load(std::memory_order_relaxed) != Delivery::State::Open;
   };
   const Deadline& sooner = patience.at() < delivery.deadline.at() ? patience : delivery.deadline;
-  wait_until(bell(), !board_->crowded(), sooner, ready, [&](bool quiet) {
+  Spin spin{!board_->crowded()};
+  wait_until(bell(), spin, sooner, ready, [&](bool quiet) {
     {
       std::lock_guard lock(mutex_);
       inspect(quiet);
@@ -445,7 +413,8 @@ void Mailbox::run_courier() {
       progress();
       return closing_ || idle();
     };
-    wait_until(bell(), false, Deadline::in(-1), at_rest, [&](bool quiet) {
+    Spin spin{false};
+    wait_until(bell(), spin, Deadline::in(-1), at_rest, [&](bool quiet) {
       std::lock_guard lock(mutex_);
       inspect(quiet);
     });

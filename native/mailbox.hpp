@@ -96,7 +96,6 @@ class Mailbox {
     Pipe* pipe;
     std::unique_ptr<std::byte[]> payload;
   };
-  struct Limbo;
   using Deliveries = std::list<std::shared_ptr<Delivery>>;
 
   bool progress();  // all that can move without waiting; true if something did

@@ -17,13 +17,23 @@ constexpr size_t kHead = 64;
 
 Users& users(std::byte* base) { return *reinterpret_cast<Users*>(base); }
 
-// Regions of this process: those open to its threads, by number, and blocks that their creator has
-// closed while other processes still had them open.
+// What a rank held of a region that it has closed before the others.
+struct Remains {
+  std::byte* base;
+  std::shared_ptr<HeapView> view;
+  std::vector<Block> blocks;
+};
+
+// Regions of this process: those open to its threads, by number, and the remains of closed ones.
 struct Registry {
   std::mutex mutex;
   uint64_t next = 1;
   std::map<uint64_t, Block> plain;
-  std::list<Block> closed;
+  std::list<Remains> closed;
+
+  void sweep() {
+    closed.remove_if([](Remains& remains) { return users(remains.base) == 0; });
+  }
 };
 
 Registry& registry() {
@@ -40,7 +50,7 @@ std::shared_ptr<Region> Region::create(size_t bytes, bool threads) {
   region->base_ = region->block_.data();
   users(region->base_) = 1;
   std::lock_guard lock(registry().mutex);
-  registry().closed.remove_if([](Block& block) { return users(block.data()) == 0; });
+  registry().sweep();
   std::ostringstream ticket;
   if (threads) {
     uint64_t number = registry().next++;
@@ -86,13 +96,19 @@ std::shared_ptr<Region> Region::open(const std::string& ticket) {
 
 Region::~Region() {
   if (!base_) return;
-  uint32_t left = --users(base_);
   std::lock_guard lock(registry().mutex);
-  if (threads_) {
-    if (left == 0) registry().plain.erase(std::stoull(ticket_.substr(8)));
-  } else if (block_ && left > 0) {
-    registry().closed.push_back(std::move(block_));
+  uint32_t left = --users(base_);
+  if (threads_ && left == 0) registry().plain.erase(std::stoull(ticket_.substr(8)));
+  if (left > 0 && (block_ || !parked_.empty())) {
+    if (block_) parked_.push_back(std::move(block_));
+    registry().closed.push_back({base_, std::move(view_), std::move(parked_)});
   }
+  registry().sweep();
+}
+
+void Region::park(Block block) {
+  std::lock_guard lock(mutex_);
+  parked_.push_back(std::move(block));
 }
 
 std::byte* Region::data() const { return base_ + kHead; }

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <memory>
+#include <mutex>
 #include <string>
+#include <vector>
 
 #include "heap.hpp"
 
@@ -19,6 +21,8 @@ class Region {
   std::byte* data() const;
   bool threads() const { return threads_; }
   const std::string& ticket() const { return ticket_; }
+  // Keep a block of this rank's until all ranks have closed the region: they may still read it.
+  void park(Block block);
 
  private:
   Region() = default;
@@ -26,6 +30,8 @@ class Region {
   Block block_;                     // the creator's, and every thread's
   std::shared_ptr<HeapView> view_;  // in other processes than the creator's
   bool threads_ = false;
+  std::mutex mutex_;
+  std::vector<Block> parked_;
   std::byte* base_ = nullptr;
 };
 

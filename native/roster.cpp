@@ -64,7 +64,8 @@ void Roster::join(int rank, Deadline deadline) {
     while (next < size() && member(next).presence.load(std::memory_order_acquire) >= Presence::Here) ++next;
     return next == size();
   };
-  wait_until(header().bell, false, deadline, everybody, [&](bool quiet) {
+  Spin spin{false};
+  wait_until(header().bell, spin, deadline, everybody, [&](bool quiet) {
     std::string missing;
     for (int peer = 0; peer < size(); ++peer) {
       if (quiet && member(peer).presence == Presence::Here) {

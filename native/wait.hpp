@@ -30,8 +30,12 @@ struct alignas(64) Bell {
   void ring() {
     // Pairs with the seq_cst increment in Sleep: either this load sees the sleeper, or the sleeper,
     // which looks again after its increment, sees what was written before this fence.
+#if defined(__SANITIZE_THREAD__)
+    if (sleepers.fetch_add(0) != 0) wake();  // the same, in terms that the sanitizer knows
+#else
     std::atomic_thread_fence(std::memory_order_seq_cst);
     if (sleepers.load(std::memory_order_relaxed) != 0) wake();
+#endif
   }
   void wake();
 
@@ -41,7 +45,19 @@ struct alignas(64) Bell {
 };
 
 constexpr auto kSlice = std::chrono::milliseconds(50);
-constexpr auto kSpin = std::chrono::microseconds(50);
+
+// How long a waiter may burn its core before it sleeps: not at all where ranks outnumber cores, else
+// up to 50 us, and less while spinning has not paid. The least is what waking a sleeper costs, so
+// that ranks which have slept find back to spinning.
+struct Spin {
+  static constexpr auto kMost = std::chrono::microseconds(50);
+  static constexpr auto kLeast = std::chrono::microseconds(10);
+  bool allowed = true;
+  Clock::duration budget = kMost;
+
+  void paid() { budget = std::min<Clock::duration>(budget * 2, kMost); }
+  void wasted() { budget = std::max<Clock::duration>(budget / 2, kLeast); }
+};
 
 inline void pause_core() {
 #if defined(__x86_64__)
@@ -54,15 +70,16 @@ inline void pause_core() {
 // Wait until ready() holds. look(quiet) is called between sleeps and throws to give up; quiet says
 // that a slice went by with no ring, which is the time for costly looks (is a peer dead?).
 template <class Ready, class Look>
-void wait_until(Bell& bell, bool may_spin, const Deadline& deadline, Ready&& ready, Look&& look) {
+void wait_until(Bell& bell, Spin& spin, const Deadline& deadline, Ready&& ready, Look&& look) {
   if (ready()) return;
-  if (may_spin) {
-    for (auto until = Clock::now() + kSpin; Clock::now() < until;) {
+  if (spin.allowed) {
+    for (auto until = Clock::now() + spin.budget; Clock::now() < until;) {
       for (int i = 0; i < 16; ++i) {
-        if (ready()) return;
+        if (ready()) return spin.paid();
         pause_core();
       }
     }
+    spin.wasted();
   }
   bool quiet = false;
   for (;;) {

@@ -45,9 +45,8 @@ def _roster(options: BackendOptions) -> tuple[_native.Roster, bool]:
     if "roster" in options.shared:
         return options.shared["roster"], True
     rank, size = options.group_rank, options.group_size
-    threads = bool(options.shared.get("threads")) or size == 1
     if rank == 0:
-        roster = _native.Roster.create(size, threads)
+        roster = _native.Roster.create(size, threads=options.threads or size == 1)
         options.store.set("roster", roster.ticket)
     else:
         roster = _native.Roster.open(options.store.get("roster").decode())
