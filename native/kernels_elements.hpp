@@ -44,8 +44,9 @@ struct Complex : Plain<ComplexValue<T>> {
 
 // --- 16 bits in memory, float in registers ------------------------------------------------------
 //
-// A format decodes the low 16 bits of a word and encodes into them. Word and Float are a scalar or
-// a vector, so both loops and their ends come from one formula, free of branches.
+// A format keeps an element in the high half of a word: `decode` finds zeros in the low half, what
+// `encode` leaves there is of no interest. Word and Float are scalars or vectors, so that loops and
+// their ends come from one formula, free of branches.
 
 using Words = uint32_t __attribute__((vector_size(PHALANX_VECTOR)));
 using Floats = float __attribute__((vector_size(PHALANX_VECTOR)));
@@ -53,14 +54,14 @@ using Floats = float __attribute__((vector_size(PHALANX_VECTOR)));
 struct Bfloat16 {
   template <class Float, class Word>
   static Float decode(Word bits) {
-    return __builtin_bit_cast(Float, bits << 16);
+    return __builtin_bit_cast(Float, bits);
   }
 
   template <class Word, class Float>
   static Word encode(Float v) {
     const Word bits = __builtin_bit_cast(Word, v);
-    const Word rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return v == v ? rounded : Word{} + 0x7fc0;
+    const Word rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    return v == v ? rounded : Word{} + 0x7fc00000;
   }
 };
 
@@ -69,8 +70,8 @@ struct Bfloat16 {
 struct Float16 {
   template <class Float, class Word>
   static Float decode(Word bits) {
-    const Word sign = (bits & 0x8000) << 16;
-    const Word shifted = (bits & 0x7fff) << 13;
+    const Word sign = bits & 0x80000000;
+    const Word shifted = (bits & 0x7fffffff) >> 3;
     const Word exponent = shifted & 0x0f800000;
     // Subnormal: give it an implicit one, then subtract that one again.
     const Word subnormal =
@@ -85,15 +86,15 @@ struct Float16 {
   template <class Word, class Float>
   static Word encode(Float v) {
     const Word bits = __builtin_bit_cast(Word, v);
-    const Word sign = (bits >> 16) & 0x8000;
+    const Word sign = bits & 0x80000000;
     const Word magnitude = bits & 0x7fffffff;
-    const Word normal = (magnitude - 0x38000000 + 0x0fff + ((magnitude >> 13) & 1)) >> 13;
+    const Word normal = (magnitude - 0x38000000 + 0x0fff + ((magnitude >> 13) & 1)) << 3;
     // Subnormal: adding 0.5 makes the FPU round at the last place that float16 has there.
     const Word subnormal =
-        __builtin_bit_cast(Word, __builtin_bit_cast(Float, magnitude) + 0.5f) - 0x3f000000;
-    const Word nan = ((magnitude >> 13) & 0x3ff) | 0x7e00;
+        (__builtin_bit_cast(Word, __builtin_bit_cast(Float, magnitude) + 0.5f) - 0x3f000000) << 16;
+    const Word nan = (magnitude << 3) | 0x7e000000;
     const Word finite = magnitude < 0x38800000 ? subnormal : normal;
-    const Word large = magnitude > 0x7f800000 ? nan : Word{} + 0x7c00;
+    const Word large = magnitude > 0x7f800000 ? nan & 0x7fffffff : Word{} + 0x7c000000;
     return (magnitude < 0x477ff000 ? finite : large) | sign;
   }
 };
@@ -105,14 +106,16 @@ struct Small {
   using Scalar = float;
   using Single = Small;
   static constexpr size_t width = 1;
-  static Value load(const uint16_t* p) { return Format::template decode<float>(uint32_t{*p}); }
+  static Value load(const uint16_t* p) {
+    return Format::template decode<float>(uint32_t{*p} << 16);
+  }
   static void store(uint16_t* p, Value v) {
-    *p = static_cast<uint16_t>(Format::template encode<uint32_t>(v));
+    *p = static_cast<uint16_t>(Format::template encode<uint32_t>(v) >> 16);
   }
 };
 
-// A vector of words has an element in each low and each high half: two vectors of floats, without
-// moving anything between lanes.
+// A vector of words has one element in the low and one in the high half of each: two vectors of
+// floats, without moving anything between lanes.
 struct Pair {
   Floats low, high;
 };
@@ -124,12 +127,13 @@ struct SmallPairs : Small<Format> {
   static Value load(const uint16_t* p) {
     Words words;
     std::memcpy(&words, p, sizeof(words));
-    return {Format::template decode<Floats>(words & 0xffff),
-            Format::template decode<Floats>(words >> 16)};
+    return {Format::template decode<Floats>(words << 16),
+            Format::template decode<Floats>(words & 0xffff0000)};
   }
   static void store(uint16_t* p, Value v) {
-    const Words words =
-        Format::template encode<Words>(v.low) | Format::template encode<Words>(v.high) << 16;
+    const Words low = Format::template encode<Words>(v.low);
+    const Words high = Format::template encode<Words>(v.high);
+    const Words words = (low >> 16) | (high & 0xffff0000);
     std::memcpy(p, &words, sizeof(words));
   }
 };
