@@ -14,6 +14,7 @@
 // Iterations are independent: a dst is either the same as a src or disjoint from it.
 #if defined(__clang__)
 #define PHALANX_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#pragma clang diagnostic ignored "-Wpass-failed"  // where elements are vectors already
 #else
 #define PHALANX_INDEPENDENT _Pragma("GCC ivdep")
 #endif
