@@ -11,6 +11,7 @@
 
 #pragma GCC target("avx2,f16c")
 #define PHALANX_ISA avx2
+#define PHALANX_VECTOR 32
 #include "kernels_impl.hpp"
 
 namespace phalanx::avx2 {

@@ -11,6 +11,7 @@
 
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,f16c")
 #define PHALANX_ISA avx512
+#define PHALANX_VECTOR 64
 #include "kernels_impl.hpp"
 
 namespace phalanx::avx512 {

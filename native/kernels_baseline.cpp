@@ -1,5 +1,6 @@
 // The variant every machine runs: what the compiler targets by default.
 #define PHALANX_ISA baseline
+#define PHALANX_VECTOR 16
 #include "kernels_impl.hpp"
 
 namespace phalanx::baseline {

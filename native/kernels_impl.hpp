@@ -14,6 +14,7 @@
 // Iterations are independent: a dst is either the same as a src or disjoint from it.
 #if defined(__clang__)
 #define PHALANX_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#pragma clang diagnostic ignored "-Wpass-failed"  // where elements are vectors already
 #else
 #define PHALANX_INDEPENDENT _Pragma("GCC ivdep")
 #endif
@@ -136,6 +137,27 @@ struct Xor : Bare<S> {
   static S combine(S a, S b) { return a ^ b; }
 };
 
+// The same for the two halves of a pair.
+template <class F, class V>
+V apply(F f, V v) {
+  return f(v);
+}
+
+template <class F>
+Pair apply(F f, Pair v) {
+  return {f(v.low), f(v.high)};
+}
+
+template <class Op, class V>
+V combine(V a, V b) {
+  return Op::combine(a, b);
+}
+
+template <class Op>
+Pair combine(Pair a, Pair b) {
+  return {Op::combine(a.low, b.low), Op::combine(a.high, b.high)};
+}
+
 // --- Loops ---------------------------------------------------------------------------------------
 
 // Elements accumulated at a time for three sources and more: the accumulators stay in L1.
@@ -154,6 +176,11 @@ struct Reducer {
   Storage* dst(size_t d) const { return static_cast<Storage*>(job.dsts[d]); }
   const Storage* src(size_t k) const { return static_cast<const Storage*>(job.srcs[k]); }
 
+  template <class Lift>
+  static Value load(Lift lift, const Storage* p) {
+    return apply(lift, Element::load(p));
+  }
+
   void one(size_t begin, size_t end) const {
     const auto lift = Op::lift(job, 0);
     const auto finish = Op::finish(job);
@@ -161,7 +188,7 @@ struct Reducer {
     Storage* out = dst(0);
     PHALANX_INDEPENDENT
     for (size_t i = begin; i < end; i += width) {
-      Element::store(out + i, finish(lift(Element::load(a + i))));
+      Element::store(out + i, apply(finish, load(lift, a + i)));
     }
   }
 
@@ -177,15 +204,16 @@ struct Reducer {
     Storage* also = twice ? dst(1) : nullptr;
     PHALANX_INDEPENDENT
     for (size_t i = begin; i < end; i += width) {
-      const Value sum = Op::combine(lift_a(Element::load(a + i)), lift_b(Element::load(b + i)));
-      const Value v = finish(sum);
+      const Value v = apply(finish, combine<Op>(load(lift_a, a + i), load(lift_b, b + i)));
       Element::store(out + i, v);
       if constexpr (twice) Element::store(also + i, v);
     }
   }
 
+  // Three sources and more, for one block.
   void many(size_t begin, size_t end) const {
     alignas(64) Value sums[block / width];
+    const size_t steps = (end - begin) / width;
     const size_t last = job.num_srcs - 1;
     {
       const auto lift_a = Op::lift(job, 0);
@@ -193,17 +221,16 @@ struct Reducer {
       const Storage* a = src(0) + begin;
       const Storage* b = src(1) + begin;
       PHALANX_INDEPENDENT
-      for (size_t i = 0; i < (end - begin) / width; ++i) {
-        sums[i] =
-            Op::combine(lift_a(Element::load(a + i * width)), lift_b(Element::load(b + i * width)));
+      for (size_t i = 0; i < steps; ++i) {
+        sums[i] = combine<Op>(load(lift_a, a + i * width), load(lift_b, b + i * width));
       }
     }
     for (size_t k = 2; k < last; ++k) {
       const auto lift = Op::lift(job, k);
       const Storage* a = src(k) + begin;
       PHALANX_INDEPENDENT
-      for (size_t i = 0; i < (end - begin) / width; ++i) {
-        sums[i] = Op::combine(sums[i], lift(Element::load(a + i * width)));
+      for (size_t i = 0; i < steps; ++i) {
+        sums[i] = combine<Op>(sums[i], load(lift, a + i * width));
       }
     }
     const auto lift = Op::lift(job, last);
@@ -211,9 +238,9 @@ struct Reducer {
     const Storage* a = src(last) + begin;
     Storage* out = dst(0) + begin;
     PHALANX_INDEPENDENT
-    for (size_t i = 0; i < (end - begin) / width; ++i) {
-      const Value sum = Op::combine(sums[i], lift(Element::load(a + i * width)));
-      Element::store(out + i * width, finish(sum));
+    for (size_t i = 0; i < steps; ++i) {
+      const Value sum = combine<Op>(sums[i], load(lift, a + i * width));
+      Element::store(out + i * width, apply(finish, sum));
     }
   }
 
@@ -266,44 +293,43 @@ void by_parts(const Job& job) {
 // --- Copies around the caches
 // ----------------------------------------------------------------------
 
-inline void stream(void* dst, const void* src, size_t bytes) {
-#if defined(__AVX512F__)
-  using Line = __m512i;
-#elif defined(__AVX2__)
-  using Line = __m256i;
+inline constexpr size_t line = 64;
+
+// `to` is aligned to a line; `from` need not be.
+inline void stream_line([[maybe_unused]] void* to, [[maybe_unused]] const void* from) {
+#if PHALANX_VECTOR == 64
+  _mm512_stream_si512(static_cast<__m512i*>(to), _mm512_loadu_si512(from));
+#elif PHALANX_VECTOR == 32
+  for (int i = 0; i < 2; ++i) {
+    _mm256_stream_si256(static_cast<__m256i*>(to) + i,
+                        _mm256_loadu_si256(static_cast<const __m256i*>(from) + i));
+  }
 #elif defined(__x86_64__)
-  using Line = __m128i;
+  for (int i = 0; i < 4; ++i) {
+    _mm_stream_si128(static_cast<__m128i*>(to) + i,
+                     _mm_loadu_si128(static_cast<const __m128i*>(from) + i));
+  }
+#else
+  std::memcpy(to, from, line);
 #endif
-#if defined(__x86_64__)
-  constexpr size_t line = 64;
+}
+
+inline void stream(void* dst, const void* src, size_t bytes) {
   auto* to = static_cast<char*>(dst);
   auto* from = static_cast<const char*>(src);
   const size_t head = -reinterpret_cast<uintptr_t>(to) % line;
   if (bytes >= head + line) {
     std::memcpy(to, from, head);
-    to += head;
-    from += head;
-    bytes -= head;
-    for (; bytes >= line; bytes -= line, to += line, from += line) {
-      Line part[line / sizeof(Line)];
-      std::memcpy(part, from, line);
-      for (size_t i = 0; i < line / sizeof(Line); ++i) {
-        auto* at = reinterpret_cast<Line*>(to) + i;
-#if defined(__AVX512F__)
-        _mm512_stream_si512(at, part[i]);
-#elif defined(__AVX2__)
-        _mm256_stream_si256(at, part[i]);
-#else
-        _mm_stream_si128(at, part[i]);
+    size_t done = head;
+    for (; bytes - done >= line; done += line) stream_line(to + done, from + done);
+    to += done;
+    from += done;
+    bytes -= done;
+#if defined(__x86_64__)
+    _mm_sfence();  // no later store overtakes: not the one either that tells others of this copy
 #endif
-      }
-    }
-    _mm_sfence();  // streaming stores are not ordered by the release stores that publish them
   }
   std::memcpy(to, from, bytes);
-#else
-  std::memcpy(dst, src, bytes);
-#endif
 }
 
 // --- The table ----------------------------------------------------------------------------------
@@ -355,7 +381,7 @@ constexpr Table make_table(const char* isa) {
   add_integers<uint32_t, int32_t>(table, DType::U32, DType::I32);
   add_integers<uint64_t, int64_t>(table, DType::U64, DType::I64);
   add_floats<Half>(table, DType::F16);
-  add_floats<BFloat>(table, DType::BF16);
+  add_floats<Brain>(table, DType::BF16);
   add_floats<Plain<float>>(table, DType::F32);
   add_floats<Plain<double>>(table, DType::F64);
   add_complex<float>(table, DType::C64);
