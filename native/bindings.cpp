@@ -8,7 +8,7 @@
 namespace nb = nanobind;
 
 void bind_engine(nb::module_& m);
-
+void bind_stores(nb::module_& m);
 
 namespace {
 
@@ -48,5 +48,5 @@ void translate(const std::exception_ptr& thrown, void*) {
 NB_MODULE(_native, m) {
   nb::register_exception_translator(translate);
   bind_engine(m);
-
+  bind_stores(m);
 }

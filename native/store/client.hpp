@@ -1,0 +1,47 @@
+// A store that lives in another process, reached over TCP.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "store/socket.hpp"
+#include "store/store.hpp"
+
+namespace phalanx::store {
+
+// Each request travels on a connection of its own, taken from a pool: a thread that waits for a key does not
+// hold up another one.
+class Client : public Store {
+ public:
+  // Connects once, trying until the patience ends, so that a wrong address or secret is known at once.
+  Client(std::string host, int port, std::string secret, const Patience& patience);
+
+  Reply run(Request request, const Patience& patience) override;
+
+ private:
+  struct Connection {
+    Descriptor socket;
+    std::string buffer;
+  };
+  using Lease = std::unique_ptr<Connection>;
+
+  Lease take(const Patience& patience);
+  void give_back(Lease connection);
+  Lease connect(const Patience& patience, bool retry) const;
+  bool introduce(Connection& connection, const Patience& patience) const;
+  void send(Connection& connection, const Patience& patience) const;
+  // The next frame, valid until the next call; none if the patience ended.
+  bool receive(Connection& connection, const Patience& patience, std::string_view& frame) const;
+  [[noreturn]] void lost(const std::string& why) const;
+
+  const std::string host_;
+  const int port_;
+  const std::string secret_;
+  const std::string where_;
+  std::mutex mutex_;
+  std::vector<Lease> idle_;
+};
+
+}  // namespace phalanx::store
