@@ -99,7 +99,8 @@ from phalanx.world import (
     is_ucc_available,
     is_xccl_available,
 )
-from phalanx.world import is_outside as _rank_not_in_group  # noqa: F401  (torch's name)
+from phalanx.world import default_group as _get_default_group  # noqa: F401
+from phalanx.world import is_outside as _rank_not_in_group  # noqa: F401
 
 if TYPE_CHECKING:
     from phalanx import functional, launch, stores, testing

@@ -245,8 +245,8 @@ class _Restricted(pickle.Unpickler):
         path = f"{module}.{name}"
         if path == "torch.storage._load_from_bytes":  # how a pickled tensor brings its data
             return lambda data: torch.load(io.BytesIO(data), weights_only=True)
-        allowed = torch._weights_only_unpickler._get_allowed_globals()
-        allowed |= torch._weights_only_unpickler._get_user_allowed_globals()
+        torch_rules: Any = torch._weights_only_unpickler
+        allowed = {**torch_rules._get_allowed_globals(), **torch_rules._get_user_allowed_globals()}
         if path not in allowed:
             raise pickle.UnpicklingError(
                 f"{path} is not allowed with weights_only: allow it with "

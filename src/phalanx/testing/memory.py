@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from uuid import uuid4
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,7 +22,8 @@ from phalanx.work import CompletedWork, ThreadWork, Work
 class Exchange:
     """Where the ranks of one group leave messages for each other."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.to_join = size
         self.changed = threading.Condition()
         self.messages: list[tuple[int, int, int, Tensor]] = []  # source, destination, tag, data
         self.failure: str | None = None
@@ -110,17 +110,22 @@ class MemoryBackend(GroupBackend):
             self._exchange.changed.notify_all()
 
 
-_exchanges: WeakValueDictionary[str, Exchange] = WeakValueDictionary()
+_exchanges: dict[str, Exchange] = {}  # those that some of their ranks have yet to join
 
 
 def create(options: BackendOptions, pg_options: object = None) -> MemoryBackend:
     """Make one rank's transport; rank 0 makes the exchange and tells its name in the store."""
     if options.group_rank == 0:
-        exchange, name = Exchange(), uuid4().hex
-        _exchanges[name] = exchange
+        name = uuid4().hex
+        _exchanges[name] = Exchange(options.group_size)
         options.store.set("exchange", name)
     else:
-        exchange = _exchanges[options.store.get("exchange").decode()]
+        name = options.store.get("exchange").decode()
+    exchange = _exchanges[name]
+    with exchange.changed:
+        exchange.to_join -= 1
+        if exchange.to_join == 0:
+            del _exchanges[name]
     return MemoryBackend(exchange, options.group_rank, options.group_size, options.timeout)
 
 
