@@ -75,10 +75,10 @@ FULL = Plan(
     operations=list(OPERATIONS),
     sizes=byte_sizes("8,256,4K,64K,256K,1M,4M,16M,64M,256M"),
     crowd_operations=list(OPERATIONS),
-    crowd_sizes=byte_sizes("8,4K,64K,1M,16M"),
+    crowd_sizes=byte_sizes("8,64K,1M,16M"),
     processes=[2, 4, 8],
     threads=[4, 16, 64],
-    budget=0.75,
+    budget=0.6,
     rounds=3,
 )
 QUICK = Plan(

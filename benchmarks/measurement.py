@@ -66,7 +66,8 @@ class Measurement:
         """Check the result, warm up, and choose how many calls fill `seconds`."""
         self.messages, *_ = team.ask("prepare", self.operation.name, self.num_bytes)
         estimate = self._time(team, 1, 2).mean()
-        estimate = self._time(team, 1, int(np.clip(seconds / 5 / estimate, 1, 500))).mean()
+        if warm_up := int(min(seconds / 5 / estimate, 500)):
+            estimate = self._time(team, 1, warm_up).mean()
         self.calls = 1
         if self.num_bytes <= BATCHED_BYTES:
             self.calls = int(np.clip(BATCH_SECONDS / estimate, 1, BATCH_CALLS))
