@@ -51,6 +51,10 @@ def combine(left: torch.Tensor, right: torch.Tensor, op: ReduceOp) -> None:
     """Combine two contributions into ``left``, which comes from the lower ranks."""
     if left.dtype in _UNSIGNED and op.name in _COMBINE_UNSIGNED:
         _COMBINE_UNSIGNED[op.name](left.numpy(), right.numpy(), out=left.numpy())
+    elif left.is_complex() and op.name == "PRODUCT":
+        # Spelled out: torch's own product may fuse a multiplication with the addition after it.
+        a, b, c, d = left.real, left.imag, right.real, right.imag
+        left.copy_(torch.complex(a * c - b * d, a * d + b * c))
     else:
         _COMBINE[op.name](left, right, out=left)
 
