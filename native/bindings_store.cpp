@@ -138,7 +138,7 @@ void bind_stores(nb::module_& m) {
         new (self) Client(std::move(host), port, std::move(secret), patience(timeout));
       });
 
-  nb::class_<Server>(m, "StoreServer")
+  nb::class_<Server>(m, "StoreServer", nb::is_weak_referenceable())
       .def("__init__",
            [](Server* self, std::string host, int port, std::string secret, int listen_fd, double handshake,
               double frame, size_t connections) {

@@ -25,8 +25,9 @@ class TCPStore(CoreStore):
     """Keep keys in a server that the master process runs, in a native thread of its own.
 
     The server listens on `host_name` and nothing else. Port 0 picks a free one, to be read from
-    `port`. If the environment variable PHALANX_SECRET is set, server and clients prove to each
-    other that they know it before anything else is said; it proves identity and does not encrypt.
+    `port`. If there is a `secret` (by default the environment variable PHALANX_SECRET), server and
+    clients prove to each other that they know it before anything else is said; it proves identity
+    and does not encrypt.
 
     A client keeps trying to connect for `timeout`. With `world_size` given and `wait_for_workers`,
     the master's constructor returns once that many processes, itself included, have connected.
@@ -46,19 +47,23 @@ class TCPStore(CoreStore):
         multi_tenant: bool = False,
         master_listen_fd: int | None = None,
         use_libuv: bool = True,
+        *,
+        secret: str | None = None,
     ) -> None:
         if not 0 <= port < 1 << 16:
             raise ValueError(f"TCPStore: port must be from 0 to 65535, not {port}")
         if port == 0 and not is_master:
             raise ValueError("TCPStore: port 0 is for the master; a client needs the port it chose")
+        if secret is None:
+            secret = os.environ.get(SECRET_VARIABLE, "")
         self._host = host_name
         self._server: _native.StoreServer | None = None
         if is_master:
             fd = -1 if master_listen_fd is None else master_listen_fd
-            self._server = _serve(host_name, port, fd, multi_tenant)
+            self._server = _serve(host_name, port, secret, fd, multi_tenant)
             port = self._server.port
         self._port = port
-        super().__init__(_native.StoreClient(host_name, port, _secret(), seconds(timeout)))
+        super().__init__(_native.StoreClient(host_name, port, secret, seconds(timeout)))
         self._seconds = seconds(timeout)
         if wait_for_workers and world_size is not None and world_size > 0:
             self._gather(world_size, is_master)
@@ -106,16 +111,14 @@ class TCPStore(CoreStore):
         return f"TCPStore({self._host!r}, {self._port}, {role})"
 
 
-def _secret() -> str:
-    return os.environ.get(SECRET_VARIABLE, "")
-
-
-def _serve(host: str, port: int, listen_fd: int, multi_tenant: bool) -> _native.StoreServer:
+def _serve(
+    host: str, port: int, secret: str, listen_fd: int, multi_tenant: bool
+) -> _native.StoreServer:
     if not multi_tenant:
-        return _native.StoreServer(host, port, _secret(), listen_fd)
+        return _native.StoreServer(host, port, secret, listen_fd)
     with _tenancies_lock:
         server = _tenancies.get((host, port))
         if server is None:
-            server = _native.StoreServer(host, port, _secret(), listen_fd)
+            server = _native.StoreServer(host, port, secret, listen_fd)
             _tenancies[host, server.port] = server
         return server
