@@ -46,6 +46,7 @@ void translate(const std::exception_ptr& thrown, void*) {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // what lives at exit is the process' to free
   nb::register_exception_translator(translate);
   bind_engine(m);
   bind_stores(m);

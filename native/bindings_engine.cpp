@@ -251,6 +251,7 @@ class Engine {
         mailbox_(std::make_shared<Mailbox>(board_, rank, name)) {}
 
   std::string ticket() const { return board_->ticket(); }
+  void attend(bool creator) { board_->attend(group_.rank(), creator, group_.name(), Deadline::in(group_.timeout)); }
   uint64_t sequence() const { return group_.sequence(); }
   double timeout() const { return group_.timeout; }
   void set_timeout(double timeout) { group_.timeout = timeout; }
@@ -469,6 +470,8 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("ticket", &Engine::ticket)
       .def_prop_ro("sequence", &Engine::sequence)
       .def_prop_rw("timeout", &Engine::timeout, &Engine::set_timeout)
+      .def("attend", &Engine::attend, nb::arg("creator"), nb::call_guard<nb::gil_scoped_release>(),
+           "Say that this rank is there; the creator returns when all are.")
       .def("abort", &Engine::abort, nb::arg("why"))
       .def("alarm", &Engine::alarm)
       .def("close", &Engine::close)

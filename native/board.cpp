@@ -90,6 +90,30 @@ std::shared_ptr<Board> Board::open(std::shared_ptr<Roster> roster, std::vector<i
   return std::shared_ptr<Board>(new Board(std::move(roster), std::move(members), Region::open(ticket)));
 }
 
+void Board::attend(int rank, bool creator, const std::string& group, const Deadline& deadline) {
+  seat(rank).present = true;
+  bell().ring();
+  if (!creator) return;
+  auto missing = [&] {
+    std::vector<int> ranks;
+    for (int peer = 0; peer < size(); ++peer)
+      if (!seat(peer).present) ranks.push_back(peer);
+    return ranks;
+  };
+  Spin spin{false};
+  wait_until(bell(), spin, deadline, [&] { return missing().empty(); }, [&](bool quiet) {
+    check_broken();
+    for (int peer : missing())
+      if (std::string end = obituary(peer, quiet); !end.empty() && !seat(peer).present)
+        throw Failure(Kind::PeerFailed, "group '" + group + "' cannot be made: " + end);
+    if (!quiet) return;
+    if (deadline.passed())
+      throw Failure(Kind::Timeout, "group '" + group + "' cannot be made: timed out waiting for " + rank_list(missing()) +
+                                       " of the group to call as well");
+    check_interrupt();
+  });
+}
+
 Cell* Board::cells(int from, int to) const {
   return reinterpret_cast<Cell*>(cells_) + (size_t(to) * size() + from) * kCells;
 }

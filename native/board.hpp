@@ -70,7 +70,8 @@ static_assert(sizeof(Line) == 64);
 struct Seat {
   Line lines[2];
   Bell mail;  // rung when something arrives for, or leaves, this rank's mailbox
-  std::atomic<bool> left;  // its rank has closed the group
+  std::atomic<bool> present;  // its rank has opened the board
+  std::atomic<bool> left;     // and closed it again
   Posting history[kHistory];
 };
 
@@ -91,6 +92,10 @@ class Board {
   // `members` are world ranks; one rank creates and the others open.
   static std::shared_ptr<Board> create(std::shared_ptr<Roster> roster, std::vector<int> members);
   static std::shared_ptr<Board> open(std::shared_ptr<Roster> roster, std::vector<int> members, const std::string& ticket);
+
+  // Say that a rank has opened the board. The creator returns when all have, so that the board they
+  // are told of exists.
+  void attend(int rank, bool creator, const std::string& group, const Deadline& deadline);
 
   const std::string& ticket() const { return region_->ticket(); }
   int size() const { return int(members_.size()); }

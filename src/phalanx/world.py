@@ -121,10 +121,11 @@ class World:
 class Slot:
     """Where the world of a process, or of a rank that is a thread, is kept."""
 
-    __slots__ = ("world",)
+    __slots__ = ("num_worlds", "world")
 
     def __init__(self) -> None:
         self.world: World | None = None
+        self.num_worlds = 0  # begun so far, the same on all ranks
 
     def abort(self, reason: str) -> None:
         """Make all who wait for the rank of this slot raise."""
@@ -300,6 +301,7 @@ def _meet(
 ) -> tuple[Any, int, int]:
     """Find the other ranks: return the store they share, this one's rank, and their number."""
     from phalanx.rendezvous import check_in, rendezvous
+    from phalanx.stores import PrefixStore
 
     if store is None:
         url = "env://" if init_method is None else init_method
@@ -311,7 +313,12 @@ def _meet(
             "with a store, init_process_group needs world_size > 0 and 0 <= rank < world_size, "
             f"got rank={rank}, world_size={size}"
         )
-    return check_in(store, rank, size, timeout), rank, size
+    # Worlds may follow each other on one store: each has its own part of it.
+    slot = _bound.slot
+    slot.num_worlds += 1
+    store = PrefixStore(f"world/{slot.num_worlds}", store)
+    check_in(store, rank, size, timeout)
+    return store, rank, size
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:

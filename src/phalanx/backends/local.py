@@ -26,14 +26,14 @@ def create(options: BackendOptions, pg_options: object = None) -> LocalBackend:
     """Make one rank's end of a group; all its members must do so."""
     roster, index = _roster(options)
     members = options.global_ranks if index else list(range(options.group_size))
-    ticket = ""
-    if options.group_rank != 0:
-        ticket = options.store.get("board").decode()
+    creator = options.group_rank == 0
+    ticket = "" if creator else options.store.get("board").decode()
     group = _native.Group(
         roster, members, options.group_rank, options.group_id, options.timeout, ticket
     )
-    if options.group_rank == 0:
+    if creator:
         options.store.set("board", group.ticket)
+    group.attend(creator)
     return LocalBackend(group, roster, members[options.group_rank], options)
 
 
