@@ -74,10 +74,10 @@ struct Mover {
       one(at_dense + i * dim.dense, at_strided + i * dim.strided);
   }
 
-  // Two loops that are contiguous on different sides, as in a transpose: in tiles, so that each
-  // cache line of either side is used whole while it is near.
+  // Two loops whose short steps are on different sides, as in a transpose: in tiles, so that a
+  // cache line is used whole while it is near.
   void plane(const Dim& outer, const Dim& inner, int64_t at_dense, int64_t at_strided) const {
-    constexpr int64_t tile = std::max<int64_t>(64 / sizeof(T), 16);
+    constexpr int64_t tile = 32;
     for (int64_t i = 0; i < outer.size; i += tile) {
       for (int64_t j = 0; j < inner.size; j += tile) {
         const int64_t rows = std::min(tile, outer.size - i);
@@ -94,7 +94,11 @@ struct Mover {
     if (ndim == 0) return one(at_dense, at_strided);
     if (ndim == 1) return line(dims[0], at_dense, at_strided);
     const bool transposed = std::abs(dims[0].strided) < std::abs(dims[1].strided);
-    if (ndim == 2 && transposed) return plane(dims[0], dims[1], at_dense, at_strided);
+    if (ndim == 2 && transposed) {
+      // Short steps where it writes: stores wait for their lines, loads are fetched ahead.
+      return packing ? plane(dims[0], dims[1], at_dense, at_strided)
+                     : plane(dims[1], dims[0], at_dense, at_strided);
+    }
     for (int64_t i = 0; i < dims[0].size; ++i) {
       walk(dims + 1, ndim - 1, at_dense + i * dims[0].dense, at_strided + i * dims[0].strided);
     }
