@@ -101,7 +101,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-SET, GET, CANCEL = 0, 1, 13
+SET, GET, POP, CANCEL, JOIN = 0, 1, 11, 14, 15
 
 # --- arguments
 
@@ -388,7 +388,7 @@ def test_garbage_instead_of_a_handshake(garbage):
         frame(struct.pack("=BqII", GET, 0, 1 << 30, 0)),  # a list of a billion keys
         frame(struct.pack("=BqIII", GET, 0, 1, 1 << 30, 0)),  # a key of a gigabyte
         request(GET, b"k") + b"".join(request(GET, b"k") for _ in range(3)),  # not one at a time
-        request(14),  # not a request of this transport
+        request(JOIN),  # not a request of this transport
         request(SET, b"k"),  # a key without a value
     ],
 )
@@ -397,7 +397,7 @@ def test_garbage_after_the_handshake(garbage):
     with raw(store.port) as connection:
         assert introduce(connection)
         connection.sendall(garbage)
-        if garbage in (request(14), request(SET, b"k")):
+        if garbage in (request(JOIN), request(SET, b"k")):
             assert read_frame(connection)[0] == 1  # refused, and the connection lives
         else:
             assert is_closed(connection)
@@ -469,7 +469,7 @@ def test_a_waiting_client_that_dies_is_forgotten():
     store = master()
     with raw(store.port) as connection:
         assert introduce(connection)
-        connection.sendall(request(11, b"q", number=1))
+        connection.sendall(request(POP, b"q", number=1))
     # Popped by nobody: the one who waited first is gone.
     other = client(store.port)
     store.queue_push("q", "1")

@@ -32,8 +32,9 @@ Client::Client(std::string host, int port, std::string secret, const Patience& p
 }
 
 void Client::lost(const std::string& why) const {
-  throw Failure(Kind::Network, "lost the store at " + endpoint(host_, port_) + ": " + why +
-                                   "; its process (usually rank 0) has probably ended: look at its output first");
+  throw Failure(Kind::Network,
+                "lost the store at " + endpoint(host_, port_) + ": " + why +
+                    "; its process (usually rank 0) has probably ended: look at its output first");
 }
 
 Client::Lease Client::take(const Patience& patience) {
@@ -42,7 +43,8 @@ Client::Lease Client::take(const Patience& patience) {
     while (!idle_.empty()) {
       Lease connection = std::move(idle_.back());
       idle_.pop_back();
-      if (connection->socket.ours()) return connection;  // else inherited through fork(): not to be shared
+      if (connection->socket.ours())
+        return connection;  // else inherited through fork(): not to be shared
     }
   }
   // The server was there before, so it is not waited for.
@@ -90,19 +92,27 @@ bool Client::introduce(Connection& connection, const Patience& patience) const {
   handshake::decode(frame, magic, secured, theirs);
   if (magic != handshake::magic) throw wire::Malformed();
   if (secured && secret_.empty())
-    refuse("it asks for the job's secret, and this process has none; set PHALANX_SECRET to the same value everywhere");
+    refuse(
+        "it asks for the job's secret, and this process has none; set PHALANX_SECRET to the same "
+        "value everywhere");
   if (!secured && !secret_.empty())
-    refuse("it has no secret, but this process does (PHALANX_SECRET), so it is not trusted; set the same value everywhere");
+    refuse(
+        "it has no secret, but this process does (PHALANX_SECRET), so it is not trusted; set the "
+        "same value everywhere");
 
   connection.buffer.clear();
-  handshake::encode(connection.buffer, handshake::proof(handshake::Role::Client, secret_, mine, theirs));
+  handshake::encode(connection.buffer,
+                    handshake::proof(handshake::Role::Client, secret_, mine, theirs));
   send(connection, patience);
   if (!receive(connection, patience, frame)) return false;
   Digest proof;
   handshake::decode(frame, welcome, proof);
   if (!welcome)
-    refuse("secrets differ: PHALANX_SECRET of this process is not the server's; set the same value everywhere");
-  if (!equal_digests(view(proof), view(handshake::proof(handshake::Role::Server, secret_, mine, theirs))))
+    refuse(
+        "secrets differ: PHALANX_SECRET of this process is not the server's; set the same value "
+        "everywhere");
+  if (!equal_digests(view(proof),
+                     view(handshake::proof(handshake::Role::Server, secret_, mine, theirs))))
     refuse("it cannot prove that it knows the job's secret (PHALANX_SECRET), so it is not trusted");
   return true;
 }
@@ -123,7 +133,8 @@ void Client::send(Connection& connection, const Patience& patience) const {
   connection.buffer.clear();
 }
 
-bool Client::receive(Connection& connection, const Patience& patience, std::string_view& frame) const {
+bool Client::receive(Connection& connection, const Patience& patience,
+                     std::string_view& frame) const {
   auto& buffer = connection.buffer;
   size_t filled = 0;
   wire::Length length = 0;
@@ -132,7 +143,8 @@ bool Client::receive(Connection& connection, const Patience& patience, std::stri
     // The socket's own timeout is a slice; the rest of the patience may be shorter than that.
     auto left = patience.deadline - Clock::now();
     if (left < Patience::slice) {
-      auto ms = std::chrono::ceil<std::chrono::milliseconds>(std::max<Clock::duration>(left, 0s)).count();
+      auto ms =
+          std::chrono::ceil<std::chrono::milliseconds>(std::max<Clock::duration>(left, 0s)).count();
       pollfd item{connection.socket.fd(), POLLIN, 0};
       if (poll(&item, 1, static_cast<int>(ms)) <= 0 && patience.exhausted()) return false;
     }
@@ -166,8 +178,9 @@ Reply Client::run(Request request, const Patience& patience) {
     std::string_view frame;
     send(*connection, patience);
     if (!receive(*connection, patience, frame)) {
-      // The server answers in any case: with what was asked for, if it came just now, or that it gave up.
-      // So nothing is popped from a queue without reaching somebody, and the connection stays in step.
+      // The server answers in any case: with what was asked for, if it came just now, or that it
+      // gave up. So nothing is popped from a queue without reaching somebody, and the connection
+      // stays in step.
       buffer.clear();
       wire::encode(buffer, Request{Op::Cancel});
       Patience last(grace, patience.check);

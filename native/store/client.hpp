@@ -11,11 +11,12 @@
 
 namespace phalanx::store {
 
-// Each request travels on a connection of its own, taken from a pool: a thread that waits for a key does not
-// hold up another one.
+// Each request travels on a connection of its own, taken from a pool: a thread that waits for a key
+// does not hold up another one.
 class Client : public Store {
  public:
-  // Connects once, trying until the patience ends, so that a wrong address or secret is known at once.
+  // Connects once, trying until the patience ends, so that a wrong address or secret is known at
+  // once.
   Client(std::string host, int port, std::string secret, const Patience& patience);
 
   Reply run(Request request, const Patience& patience) override;

@@ -9,8 +9,8 @@
 namespace phalanx::store {
 namespace {
 
-// Every open descriptor below max_fd has its bit set, so that a child can close them without taking a lock
-// that some other thread held when the process forked.
+// Every open descriptor below max_fd has its bit set, so that a child can close them without taking
+// a lock that some other thread held when the process forked.
 constexpr int max_fd = 1 << 16;
 std::atomic<uint64_t> open_bits[max_fd / 64];
 std::atomic<int> generation;

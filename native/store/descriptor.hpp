@@ -5,8 +5,9 @@
 
 namespace phalanx::store {
 
-// After fork() the child's copies are closed at once. Else a data-loading worker would keep the connections of a dead
-// rank open, so that its peers never learn of the death, and would keep the lock on a file that its parent released.
+// After fork() the child's copies are closed at once. Else a data-loading worker would keep the
+// connections of a dead rank open, so that its peers never learn of the death, and would keep the
+// lock on a file that its parent released.
 class Descriptor {
  public:
   Descriptor() = default;

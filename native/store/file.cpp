@@ -14,8 +14,8 @@
 
 namespace phalanx::store {
 
-// The file, open and locked. Opened anew each time: a lock belongs to what was opened, so this excludes other
-// threads and forked children too.
+// The file, open and locked. Opened anew each time: a lock belongs to what was opened, so this
+// excludes other threads and forked children too.
 class File::Locked {
  public:
   Locked(const std::string& path, bool exclusive) : path_(path) {
@@ -34,7 +34,8 @@ class File::Locked {
   std::string read(size_t offset) const {
     std::string bytes(size() - std::min(offset, size()), '\0');
     for (size_t done = 0; done < bytes.size();) {
-      ssize_t got = ::pread(file_.fd(), bytes.data() + done, bytes.size() - done, static_cast<off_t>(offset + done));
+      ssize_t got = ::pread(file_.fd(), bytes.data() + done, bytes.size() - done,
+                            static_cast<off_t>(offset + done));
       if (got < 0 && errno != EINTR) fail("read");
       if (got == 0) bytes.resize(done);
       done += static_cast<size_t>(std::max<ssize_t>(got, 0));
@@ -45,7 +46,8 @@ class File::Locked {
     // What lies beyond is the unfinished record of a process that died while it wrote.
     if (size() > offset && ::ftruncate(file_.fd(), static_cast<off_t>(offset))) fail("truncate");
     for (size_t done = 0; done < bytes.size();) {
-      ssize_t put = ::pwrite(file_.fd(), bytes.data() + done, bytes.size() - done, static_cast<off_t>(offset + done));
+      ssize_t put = ::pwrite(file_.fd(), bytes.data() + done, bytes.size() - done,
+                             static_cast<off_t>(offset + done));
       if (put < 0 && errno != EINTR) fail("write");
       done += static_cast<size_t>(std::max<ssize_t>(put, 0));
     }
@@ -53,13 +55,14 @@ class File::Locked {
 
  private:
   [[noreturn]] void fail(const char* what) const {
-    throw Failure(Kind::Store, std::string("cannot ") + what + " the store's file '" + path_ + "': " +
-                                   std::strerror(errno) + "; every rank needs to be able to write it");
+    throw Failure(Kind::Store, std::string("cannot ") + what + " the store's file '" + path_ +
+                                   "': " + std::strerror(errno) +
+                                   "; every rank needs to be able to write it");
   }
 
   const std::string& path_;
   Descriptor file_;
-  struct stat status_ {};
+  struct stat status_{};
 };
 
 File::File(std::string path, int64_t users)
@@ -144,8 +147,11 @@ std::optional<Reply> File::attempt(Request& request) {
     wire::encode(bytes, request);
     wire::check_size(bytes.size());
   }
+  const bool arriving = request.op == Op::Barrier && request.values.empty();
   auto reply = table_->attempt(request);
-  if (reply && reply->status == Status::Ok && !bytes.empty()) append(file, bytes);
+  // An arrival at a barrier counts although it then waits; all else counts once it is done.
+  const bool done = mutates(request.op) && reply && reply->status == Status::Ok;
+  if (request.op == Op::Barrier ? arriving : done) append(file, bytes);
   return reply;
 }
 

@@ -12,8 +12,9 @@
 
 namespace phalanx::store {
 
-// Users on one machine (or a file system with working flock). Each operation opens and locks the file, reads what
-// others appended, and appends its own change. The last of `users` to leave removes the file; -1: nobody does.
+// Users on one machine (or a file system with working flock). Each operation opens and locks the
+// file, reads what others appended, and appends its own change. The last of `users` to leave
+// removes the file; -1: nobody does.
 class File : public Store {
  public:
   File(std::string path, int64_t users);

@@ -5,8 +5,9 @@
 //   client  proof      HMAC(secret, "client" + nonces)
 //   server  verdict    whether the proof is right, and if so HMAC(secret, "server" + nonces)
 //
-// The roles differ in what they sign, so neither side's proof can be played back as the other's; fresh nonces
-// make old proofs worthless. It proves identity; it does not hide what is sent afterwards.
+// The roles differ in what they sign, so neither side's proof can be played back as the other's;
+// fresh nonces make old proofs worthless. It proves identity; it does not hide what is sent
+// afterwards.
 #pragma once
 
 #include <sys/random.h>
@@ -29,7 +30,8 @@ inline Digest nonce() {
   return bytes;
 }
 
-inline Digest proof(Role role, const std::string& secret, const Digest& client, const Digest& server) {
+inline Digest proof(Role role, const std::string& secret, const Digest& client,
+                    const Digest& server) {
   std::string message = role == Role::Client ? "phalanx store client" : "phalanx store server";
   message.append(view(client)).append(view(server));
   return hmac_sha256(secret, message);

@@ -28,8 +28,8 @@ void reset(std::string& buffer) {
 
 }  // namespace
 
-// A client. It sends one request and waits for the reply before it sends another, so neither buffer ever
-// holds more than one frame; only a Cancel may come in between.
+// A client. It sends one request and waits for the reply before it sends another, so neither buffer
+// ever holds more than one frame; only a Cancel may come in between.
 struct Server::Connection : Table::Ticket {
   Connection(Descriptor socket, Server& server, Clock::time_point deadline)
       : Ticket(Request{}), socket(std::move(socket)), server(server), deadline(deadline) {}
@@ -46,9 +46,9 @@ struct Server::Connection : Table::Ticket {
   enum { Hello, Proof, Ready } state = Hello;
   Digest client_nonce, server_nonce;
   std::string in, out;
-  size_t sent = 0;           // of `out`
-  bool busy = false;         // its request is in the table
-  bool writable = false;     // epoll watches for room to write
+  size_t sent = 0;        // of `out`
+  bool busy = false;      // its request is in the table
+  bool writable = false;  // epoll watches for room to write
   bool dropped = false;
   Clock::time_point deadline;
 };
@@ -64,7 +64,8 @@ Server::Server(Descriptor listener, std::string secret, const Limits& limits)
   epoll_event wake{EPOLLIN, {.ptr = &stop_}}, knock{EPOLLIN, {.ptr = &listener_}};
   if (epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, stop_.fd(), &wake) ||
       epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, listener_.fd(), &knock))
-    throw Failure(Kind::Network, "cannot start the store's server: no descriptors left; raise 'ulimit -n'");
+    throw Failure(Kind::Network,
+                  "cannot start the store's server: no descriptors left; raise 'ulimit -n'");
   // Signals are for the threads of the interpreter.
   sigset_t all, old;
   sigfillset(&all);
@@ -135,7 +136,8 @@ void Server::accept_all() {
     int fd = socket.fd(), on = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
-    auto connection = std::make_unique<Connection>(std::move(socket), *this, after(limits_.handshake));
+    auto connection =
+        std::make_unique<Connection>(std::move(socket), *this, after(limits_.handshake));
     epoll_event event{EPOLLIN, {.ptr = connection.get()}};
     if (epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, fd, &event)) continue;
     connections_[fd] = std::move(connection);
@@ -158,7 +160,8 @@ void Server::receive(Connection& connection) {
     if (in.size() < end) break;
     handle(connection, std::string_view(in).substr(used + sizeof length, length));
     used = end;
-    if (connection.state == Connection::Ready && connection.out.empty()) connection.deadline = never;
+    if (connection.state == Connection::Ready && connection.out.empty())
+      connection.deadline = never;
   }
   if (connection.dropped) return;
   if (used == in.size()) return reset(in);
@@ -202,7 +205,8 @@ void Server::verify(Connection& connection, std::string_view frame) {
   auto expected = [&](handshake::Role role) {
     return handshake::proof(role, secret_, connection.client_nonce, connection.server_nonce);
   };
-  bool welcome = secret_.empty() || equal_digests(view(theirs), view(expected(handshake::Role::Client)));
+  bool welcome =
+      secret_.empty() || equal_digests(view(theirs), view(expected(handshake::Role::Client)));
   Digest ours = welcome ? expected(handshake::Role::Server) : Digest{};
   handshake::encode(connection.out, uint8_t{welcome}, ours);
   connection.state = Connection::Ready;
@@ -219,8 +223,10 @@ void Server::flush_answered() {
       wire::encode(connection.out, connection.reply);
       if (connection.out.size() > wire::max_frame + sizeof(wire::Length)) {
         connection.out.clear();
-        wire::encode(connection.out, {Status::Invalid, 0, {"the reply is larger than a store may send at once; "
-                                                           "ask for fewer keys"}});
+        wire::encode(connection.out, {Status::Invalid,
+                                      0,
+                                      {"the reply is larger than a store may send at once; "
+                                       "ask for fewer keys"}});
       }
       connection.reply = {};
       flush(connection);
@@ -234,8 +240,8 @@ void Server::flush_answered() {
 void Server::flush(Connection& connection) {
   auto& out = connection.out;
   while (connection.sent < out.size()) {
-    ssize_t sent = send(connection.socket.fd(), out.data() + connection.sent, out.size() - connection.sent,
-                        MSG_NOSIGNAL);
+    ssize_t sent = send(connection.socket.fd(), out.data() + connection.sent,
+                        out.size() - connection.sent, MSG_NOSIGNAL);
     if (sent < 0 && errno == EINTR) continue;
     if (sent < 0 && errno == EAGAIN) {
       if (connection.writable) return;
@@ -276,8 +282,10 @@ void Server::sweep() {
   ticking_ = false;
   std::vector<Connection*> late;
   for (auto& [fd, connection] : connections_) {
-    if (connection->deadline <= now) late.push_back(connection.get());
-    else if (connection->deadline != never) ticking_ = true;
+    if (connection->deadline <= now)
+      late.push_back(connection.get());
+    else if (connection->deadline != never)
+      ticking_ = true;
   }
   for (auto* connection : late) drop(*connection);
   dropped_.clear();

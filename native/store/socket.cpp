@@ -109,14 +109,16 @@ Descriptor listen_on(const std::string& host, int port) {
     Descriptor socket(::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
     option(socket.fd(), SOL_SOCKET, SO_REUSEADDR, 1);
     if (address.ai_family == AF_INET6) option(socket.fd(), IPPROTO_IPV6, IPV6_V6ONLY, 1);
-    if (!::bind(socket.fd(), address.ai_addr, address.ai_addrlen) && !::listen(socket.fd(), SOMAXCONN))
+    if (!::bind(socket.fd(), address.ai_addr, address.ai_addrlen) &&
+        !::listen(socket.fd(), SOMAXCONN))
       return socket;
     // Of several addresses the one that is ours but taken explains more than one that is not ours.
     if (error != EADDRINUSE) error = errno;
   }
-  const char* next = error == EADDRINUSE      ? "; another process has it: choose another port, or 0 for a free one"
-                     : error == EADDRNOTAVAIL ? "; it is not an address of this machine: the master must run there"
-                                              : "";
+  const char* next =
+      error == EADDRINUSE ? "; another process has it: choose another port, or 0 for a free one"
+      : error == EADDRNOTAVAIL ? "; it is not an address of this machine: the master must run there"
+                               : "";
   fail("cannot listen on " + endpoint(host, port) + ": " + reason(error) + next);
 }
 
@@ -124,8 +126,9 @@ Descriptor adopt_listener(int fd) {
   int listening = 0;
   socklen_t size = sizeof listening;
   if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &size) || !listening)
-    throw Failure(Kind::Invalid, "master_listen_fd=" + std::to_string(fd) +
-                                     " is not a listening socket; call bind() and listen() on it first");
+    throw Failure(Kind::Invalid,
+                  "master_listen_fd=" + std::to_string(fd) +
+                      " is not a listening socket; call bind() and listen() on it first");
   fcntl(fd, F_SETFL, fcntl(fd, F_GETFL) | O_NONBLOCK);
   return Descriptor(fd);
 }
@@ -157,7 +160,8 @@ Descriptor connect_to(const std::string& host, int port, const Patience& patienc
     }
     if (!retry || Clock::now() + pause >= patience.deadline) {
       char spent[32];
-      std::snprintf(spent, sizeof spent, "%.3g", std::chrono::duration<double>(Clock::now() - start).count());
+      std::snprintf(spent, sizeof spent, "%.3g",
+                    std::chrono::duration<double>(Clock::now() - start).count());
       fail("cannot connect to the store at " + endpoint(host, port) + ": " + why + " (" +
            std::to_string(tries) + (tries == 1 ? " try, " : " tries, ") + spent +
            " s); is the master (usually rank 0) running, and are its address and port right?");

@@ -10,6 +10,7 @@ const char* name(const Request& request) {
     case Op::Get: return request.keys.size() == 1 ? "get" : "multi_get";
     case Op::Wait: return "wait";
     case Op::Pop: return "queue_pop";
+    case Op::Barrier: return "barrier";
     default: return "request";
   }
 }
@@ -25,24 +26,27 @@ std::string quoted(const std::vector<std::string>& keys) {
   return text;
 }
 
-Reply accepted(Reply reply, const Request& request, const Patience& patience, const std::string& where) {
+Reply accepted(Reply reply, const Request& request, const Patience& patience,
+               const std::string& where) {
   switch (reply.status) {
-    case Status::Ok:
-      return reply;
+    case Status::Ok: return reply;
     case Status::QueueEmpty:
-      throw Failure(Kind::QueueEmpty, "queue_pop: queue " + quoted(request.keys) + " is empty" + where);
+      throw Failure(Kind::QueueEmpty,
+                    "queue_pop: queue " + quoted(request.keys) + " is empty" + where);
     case Status::Cancelled: {
       char seconds[32];
       std::snprintf(seconds, sizeof seconds, "%.6g", patience.seconds);
-      const char* what = request.op == Op::Pop          ? ": nothing was pushed to queue "
-                         : reply.values.size() == 1 ? ": nobody set key "
-                                                    : ": nobody set keys ";
-      throw Failure(Kind::StoreTimeout, name(request) + (what + quoted(reply.values)) + " within " + seconds +
-                                            " s" + where +
-                                            "; look at the process that should have, or raise the timeout");
+      const char* what = request.op == Op::Pop       ? ": nothing was pushed to queue "
+                         : request.op == Op::Barrier ? ": too few came to "
+                         : reply.values.size() == 1  ? ": nobody set key "
+                                                     : ": nobody set keys ";
+      throw Failure(Kind::StoreTimeout,
+                    name(request) + (what + quoted(reply.values)) + " within " + seconds + " s" +
+                        where + "; look at the process that should have, or raise the timeout");
     }
     default:
-      throw Failure(Kind::Invalid, reply.values.empty() ? "request refused" + where : reply.values[0]);
+      throw Failure(Kind::Invalid,
+                    reply.values.empty() ? "request refused" + where : reply.values[0]);
   }
 }
 

@@ -27,12 +27,13 @@ enum class Op : uint8_t {
   Delete,      // answer whether keys[0] existed
   NumKeys,
   ListKeys,
-  Push,    // put values[0] at the end of queue keys[0]
-  Pop,     // take the front of queue keys[0]; number says whether to wait for one
-  Length,  // answer the length of queue keys[0]
-  Cancel,  // TCP only: stop waiting for the request under way on this connection
-  Join,    // files only: one more user
-  Leave,   // files only: one user less
+  Push,     // put values[0] at the end of queue keys[0]
+  Pop,      // take the front of queue keys[0]; number says whether to wait for one
+  Length,   // answer the length of queue keys[0]
+  Barrier,  // wait until `number` requests have come to keys[0]; values[0] is set once this one has
+  Cancel,   // TCP only: stop waiting for the request under way on this connection
+  Join,     // files only: one more user
+  Leave,    // files only: one user less
   Count
 };
 
@@ -57,8 +58,9 @@ struct Reply {
 struct Patience {
   explicit Patience(double seconds, void (*check)() = nullptr)
       : seconds(seconds),
-        deadline(Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                    std::chrono::duration<double>(std::clamp(seconds, 0.0, forever)))),
+        deadline(Clock::now() +
+                 std::chrono::duration_cast<Clock::duration>(
+                     std::chrono::duration<double>(std::clamp(seconds, 0.0, forever)))),
         check(check) {}
 
   double seconds;
@@ -80,15 +82,17 @@ class Store {
  public:
   virtual ~Store() = default;
 
-  // Answers the request, or throws Failure: StoreTimeout when it had to wait for too long, QueueEmpty,
-  // Invalid, or what the transport met.
+  // Answers the request, or throws Failure: StoreTimeout when it had to wait for too long,
+  // QueueEmpty, Invalid, or what the transport met.
   virtual Reply run(Request request, const Patience& patience) = 0;
 };
 
 // The names of the first few keys, for messages.
 std::string quoted(const std::vector<std::string>& keys);
 
-// The reply if it is Ok, or the exception that it stands for. `where` ends a message: the server, the file.
-Reply accepted(Reply reply, const Request& request, const Patience& patience, const std::string& where);
+// The reply if it is Ok, or the exception that it stands for. `where` ends a message: the server,
+// the file.
+Reply accepted(Reply reply, const Request& request, const Patience& patience,
+               const std::string& where);
 
 }  // namespace phalanx::store

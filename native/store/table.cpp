@@ -28,6 +28,7 @@ Shape shape(const Request& request) {
     case Op::Append:
     case Op::Push: return {1, 1, 1};
     case Op::CompareSet: return {1, 1, 2};
+    case Op::Barrier: return {1, 1, std::min<size_t>(request.values.size(), 1)};
     case Op::NumKeys:
     case Op::ListKeys: return {0, 0, 0};
     default: throw Failure(Kind::Invalid, "unknown request");
@@ -43,6 +44,9 @@ void validate(const Request& request) {
                                      " values; give one value for each key");
   if (keys < min_keys || keys > max_keys || request.values.size() != values)
     throw Failure(Kind::Invalid, "malformed request");
+  if (request.op == Op::Barrier && request.number < 1)
+    throw Failure(Kind::Invalid,
+                  "barrier: world_size must be at least 1, not " + std::to_string(request.number));
 }
 
 int64_t integer(const std::string& key, const std::string& text) {
@@ -60,7 +64,8 @@ struct ThreadTicket : Table::Ticket {
   using Ticket::Ticket;
   void answered() override {
     done = true;
-    // Under the table's lock, so that the waiting thread cannot destroy this before the call returns.
+    // Under the table's lock, so that the waiting thread cannot destroy this before the call
+    // returns.
     ready.notify_one();
   }
   std::condition_variable ready;
@@ -69,12 +74,32 @@ struct ThreadTicket : Table::Ticket {
 
 }  // namespace
 
+void Table::touch(const std::string& key) {
+  if (waiting_.contains(key)) touched_.push_back(key);
+}
+
+// A barrier is an arrival, counted once, and a wait for the key of its round. One request does
+// both, so that a process may end as soon as it is through: the others' requests are already in the
+// table.
+const std::string* Table::arrive(Request& request) {
+  auto& done = request.values;
+  if (done.empty()) {
+    auto& arrived = values_[request.keys[0] + "/arrived"];
+    int64_t count = integer(request.keys[0], arrived) + 1;
+    arrived = std::to_string(count);
+    // Whoever comes after a full house belongs to the next round.
+    done.push_back(request.keys[0] + "/round/" + std::to_string((count - 1) / request.number));
+    if (count % request.number == 0) {
+      touch(done[0]);
+      values_[done[0]];
+    }
+  }
+  return values_.contains(done[0]) ? nullptr : &done[0];
+}
+
 const std::string* Table::apply(Request& request, Reply& reply) {
   auto& keys = request.keys;
   auto& values = request.values;
-  auto touch = [&](const std::string& key) {
-    if (waiting_.contains(key)) touched_.push_back(key);
-  };
   switch (request.op) {
     case Op::Set:
       for (size_t i = 0; i < keys.size(); ++i) {
@@ -91,8 +116,9 @@ const std::string* Table::apply(Request& request, Reply& reply) {
       auto found = values_.find(keys[0]);
       int64_t old = found == values_.end() ? 0 : integer(keys[0], found->second);
       if (__builtin_add_overflow(old, request.number, &reply.number))
-        throw Failure(Kind::Invalid, "add: '" + keys[0] + "' is " + std::to_string(old) + ", and adding " +
-                                         std::to_string(request.number) + " leaves 64 bits");
+        throw Failure(Kind::Invalid, "add: '" + keys[0] + "' is " + std::to_string(old) +
+                                         ", and adding " + std::to_string(request.number) +
+                                         " leaves 64 bits");
       touch(keys[0]);
       values_[keys[0]] = std::to_string(reply.number);
       break;
@@ -119,12 +145,8 @@ const std::string* Table::apply(Request& request, Reply& reply) {
       }
       break;
     }
-    case Op::Delete:
-      reply.number = static_cast<int64_t>(values_.erase(keys[0]));
-      break;
-    case Op::NumKeys:
-      reply.number = static_cast<int64_t>(values_.size());
-      break;
+    case Op::Delete: reply.number = static_cast<int64_t>(values_.erase(keys[0])); break;
+    case Op::NumKeys: reply.number = static_cast<int64_t>(values_.size()); break;
     case Op::ListKeys:
       for (auto& [key, value] : values_) reply.values.push_back(key);
       break;
@@ -149,36 +171,32 @@ const std::string* Table::apply(Request& request, Reply& reply) {
       reply.number = found == queues_.end() ? 0 : static_cast<int64_t>(found->second.size());
       break;
     }
-    default:
-      break;  // validate() let none through
+    case Op::Barrier: return arrive(request);
+    default: break;  // validate() let none through
   }
   return nullptr;
-}
-
-void Table::park(Ticket& ticket, const std::string& key) {
-  ticket.parked = true;
-  waiting_[key].push_back(&ticket);
 }
 
 // Applies the request if it can be and answers it, or parks it under the key that it misses.
 void Table::settle(Ticket& ticket) {
   try {
     validate(ticket.request);
-    if (const std::string* missing = apply(ticket.request, ticket.reply)) return park(ticket, *missing);
+    ticket.missing = apply(ticket.request, ticket.reply);
+    if (ticket.missing) return waiting_[*ticket.missing].push_back(&ticket);
   } catch (const Failure& failure) {
     ticket.reply = {Status::Invalid, 0, {failure.what()}};
   }
   ticket.answered();
 }
 
-// Retries those who wait for the keys that appeared. They may touch further keys in turn (none of the
-// waiting operations does today), and park again under another key.
+// Retries those who wait for the keys that appeared. They may touch further keys in turn (none of
+// the waiting operations does today), and park again under another key.
 void Table::wake() {
   for (size_t i = 0; i < touched_.size(); ++i) {
     auto node = waiting_.extract(touched_[i]);
     if (node.empty()) continue;
     for (Ticket* ticket : node.mapped()) {
-      ticket->parked = false;
+      ticket->missing = nullptr;
       settle(*ticket);
     }
   }
@@ -193,15 +211,10 @@ void Table::submit(Ticket& ticket) {
 
 bool Table::withdraw(Ticket& ticket) {
   std::lock_guard lock(mutex_);
-  if (!ticket.parked) return false;
-  ticket.parked = false;
-  // Parked under one of its own keys: whichever that is, take it out.
-  for (auto& key : ticket.request.keys) {
-    auto found = waiting_.find(key);
-    if (found == waiting_.end() || !std::erase(found->second, &ticket)) continue;
-    if (found->second.empty()) waiting_.erase(found);
-    break;
-  }
+  if (!ticket.missing) return false;
+  auto found = waiting_.find(*std::exchange(ticket.missing, nullptr));
+  std::erase(found->second, &ticket);
+  if (found->second.empty()) waiting_.erase(found);
   ticket.reply = cancelled(ticket.request);
   return true;
 }

@@ -1,5 +1,5 @@
-// The key-value table: all semantics of a store, once. A HashStore is a table; a TCP server answers from
-// one; a FileStore replays its log into one.
+// The key-value table: all semantics of a store, once. A HashStore is a table; a TCP server answers
+// from one; a FileStore replays its log into one.
 #pragma once
 
 #include <condition_variable>
@@ -24,14 +24,15 @@ class Table : public Store {
 
     Request request;
     Reply reply;
-    bool parked = false;  // waiting in the table for a key
+    const std::string* missing = nullptr;  // waiting in the table for this string of the request
   };
 
   Reply run(Request request, const Patience& patience) override;
 
   // Hands a request in. It is answered in order of arrival among those waiting for the same key.
   void submit(Ticket& ticket);
-  // Takes a request back if it is still waiting: its reply is then Cancelled, and answered() not called.
+  // Takes a request back if it is still waiting: its reply is then Cancelled, and answered() not
+  // called.
   bool withdraw(Ticket& ticket);
 
   // Answers at once, or gives nothing if the request has to wait.
@@ -42,13 +43,14 @@ class Table : public Store {
  private:
   // The key that the request misses, or none once it has been applied and `reply` filled.
   const std::string* apply(Request& request, Reply& reply);
+  const std::string* arrive(Request& request);
+  void touch(const std::string& key);
   // Whether the request cannot do without this key. A queue satisfies wait and check, not get.
   bool lacks(const Request& request, const std::string& key) const {
     return !(request.op != Op::Pop && values_.contains(key)) &&
            !(request.op != Op::Get && queues_.contains(key));
   }
   void settle(Ticket& ticket);
-  void park(Ticket& ticket, const std::string& key);
   void wake();
 
   std::mutex mutex_;
@@ -61,7 +63,7 @@ class Table : public Store {
 // Whether replaying the request changes a table.
 constexpr bool mutates(Op op) {
   return op == Op::Set || op == Op::Add || op == Op::Append || op == Op::CompareSet ||
-         op == Op::Delete || op == Op::Push || op == Op::Pop;
+         op == Op::Delete || op == Op::Push || op == Op::Pop || op == Op::Barrier;
 }
 
 }  // namespace phalanx::store

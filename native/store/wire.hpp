@@ -121,9 +121,10 @@ inline Reply decode_reply(std::string_view frame) {
 // What a frame of this size would be told.
 inline void check_size(size_t size) {
   if (size > max_frame)
-    throw Failure(Kind::Invalid, "a request of " + std::to_string(size) + " bytes is more than the " +
-                                     std::to_string(max_frame) +
-                                     " that a store takes at once; send large data with a collective");
+    throw Failure(Kind::Invalid,
+                  "a request of " + std::to_string(size) + " bytes is more than the " +
+                      std::to_string(max_frame) +
+                      " that a store takes at once; send large data with a collective");
 }
 
 }  // namespace phalanx::store::wire

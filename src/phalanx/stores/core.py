@@ -65,5 +65,9 @@ class CoreStore(Store):
     def queue_len(self, key: str) -> int:
         return self._core.queue_len(key, self._seconds)
 
+    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
+        limit = self._seconds if timeout is None else seconds(timeout)
+        self._core.barrier(key, world_size, limit)
+
     def has_extended_api(self) -> bool:
         return True
