@@ -8,7 +8,7 @@ from phalanx.testing.ranks import run_ranks
 from phalanx.testing import memory
 
 
-@pytest.fixture(params=[memory.MemoryBackend.name])
+@pytest.fixture(params=[memory.MemoryBackend.name, "phalanx"])
 def run(request):
     """Run a function on thread ranks: ``run(fn, size, *args)``; return results by rank."""
     return partial(run_ranks, backend=request.param)

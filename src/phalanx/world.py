@@ -41,6 +41,7 @@ class World:
     default: ProcessGroup
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
+        self.threads = _bound.slot is not _PROCESS  # its ranks are threads of this process
         self.rank = rank
         self.size = size
         self.store = store
@@ -93,6 +94,7 @@ class World:
             timeout=timeout,
             group_id=name,
             global_ranks=list(ranks),
+            threads=self.threads,
             shared=self.shared,
         )
         backend = config.create(options, pg_options)

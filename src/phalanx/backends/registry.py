@@ -15,7 +15,8 @@ class BackendOptions:
     """What a backend is told about the group that it is made for.
 
     ``store`` belongs to this group alone. ``group_id`` is the same on all members and unique in
-    their world. ``shared`` is one dict per world and rank: what the groups of one rank have in
+    their world. ``threads`` says that the ranks of the world are threads of this process.
+    ``shared`` is one dict per world and rank: what the groups of one rank have in
     common.
     """
 
@@ -25,6 +26,7 @@ class BackendOptions:
     timeout: float
     group_id: str
     global_ranks: list[int]
+    threads: bool = False
     shared: dict[str, Any] = field(default_factory=dict)
 
 
