@@ -64,6 +64,7 @@ from phalanx.objects import (
     send_object_list,
 )
 from phalanx.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from phalanx.rendezvous import register_rendezvous_handler, rendezvous
 from phalanx.subgroups import (
     SHRINK_ABORT,
     SHRINK_DEFAULT,
@@ -107,7 +108,6 @@ if TYPE_CHECKING:
     from phalanx.heap import empty_shared, is_shared
     from phalanx.launch.threads import run_threads
     from phalanx.mesh import DeviceMesh, init_device_mesh
-    from phalanx.rendezvous import register_rendezvous_handler, rendezvous
     from phalanx.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 __all__ = [
@@ -221,8 +221,6 @@ _LAZY = {
     "init_device_mesh": "mesh",
     "is_shared": "heap",
     "launch": None,
-    "register_rendezvous_handler": "rendezvous",
-    "rendezvous": "rendezvous",
     "run_threads": "launch.threads",
     "stores": None,
     "testing": None,

@@ -27,7 +27,6 @@ def plain(tensor: object, dtypes: Collection[torch.dtype] = REAL_DTYPES) -> Type
         and tensor.is_cpu
         and tensor.layout is _STRIDED
         and tensor.dtype in dtypes
-        and not tensor.is_neg()
     )
 
 

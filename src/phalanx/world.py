@@ -11,9 +11,10 @@ import os
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.autograd import profiler
@@ -25,6 +26,9 @@ from phalanx.profiling import Recorded
 from phalanx.types import Timeout, default_pg_timeout, seconds
 
 _DEFAULT_NAME = "world"
+
+# How many worlds that met in a store are over, by rank: a store can serve one after the other.
+_past: WeakKeyDictionary[Any, Counter[int]] = WeakKeyDictionary()
 
 
 class World:
@@ -45,6 +49,7 @@ class World:
         self.num_groups = 0  # made by all ranks together, so that it is the same on all
         self.shared: dict[str, Any] = {}
         self.local_names: Counter[tuple[int, ...]] = Counter()
+        self.on_close: Callable[[], None] = lambda: None
 
     @classmethod
     def create(
@@ -116,16 +121,16 @@ class World:
             self.groups.popitem()[1].shutdown()
         self.shared.clear()
         self.store = None
+        self.on_close()
 
 
 class Slot:
     """Where the world of a process, or of a rank that is a thread, is kept."""
 
-    __slots__ = ("num_worlds", "world")
+    __slots__ = ("world",)
 
     def __init__(self) -> None:
         self.world: World | None = None
-        self.num_worlds = 0  # begun so far, the same on all ranks
 
     def abort(self, reason: str) -> None:
         """Make all who wait for the rank of this slot raise."""
@@ -204,12 +209,15 @@ def resolve(group: ProcessGroup | None) -> ProcessGroup:
 
 def membership(group: ProcessGroup | None, operation: str) -> ProcessGroup | None:
     """Return the group that ``operation`` runs on; warn and return None if outside it."""
-    if group is not ProcessGroup.NON_GROUP_MEMBER:
+    if type(group) is ProcessGroup:
+        return group
+    world = _bound.slot.world or _uninitialised()
+    if group is None:
+        return world.default
+    if not is_outside(group):
         return resolve(group)
-    world = current()
     warnings.warn(
-        f"{operation} does nothing on global rank {world.rank if world else -1}, "
-        "which is not in the given group",
+        f"{operation} does nothing on global rank {world.rank}, which is not in the given group",
         stacklevel=4,
     )
     return None
@@ -227,9 +235,7 @@ def transport(group: ProcessGroup | None, operation: str) -> GroupBackend | None
     The same as ``active(membership(group, operation))``, written for speed.
     """
     if group is None:
-        world = _bound.slot.world
-        if world is None:
-            _uninitialised()
+        world = _bound.slot.world or _uninitialised()
         found = world.default.transport
     elif type(group) is ProcessGroup:
         found = group.transport
@@ -292,33 +298,28 @@ def init_process_group(
         raise ValueError(f"device_id must be the cpu or None in this version, got {device_id!r}")
     limit = seconds(default_pg_timeout if timeout is None else timeout)
     config = BackendConfig(backend)
-    store, rank, world_size = _meet(init_method, limit, world_size, rank, store)
-    slot.world = World.create(rank, world_size, store, config, limit, pg_options)
-
-
-def _meet(
-    init_method: str | None, timeout: float, size: int, rank: int, store: Any
-) -> tuple[Any, int, int]:
-    """Find the other ranks: return the store they share, this one's rank, and their number."""
+    if store is not None and init_method is not None:
+        raise ValueError("init_process_group takes an init_method or a store, not both")
+    if store is not None and (world_size < 1 or rank < 0):
+        raise ValueError(
+            "init_process_group with a store needs world_size and rank, "
+            f"got {world_size} and {rank}"
+        )
     from phalanx.rendezvous import check_in, rendezvous
     from phalanx.stores import PrefixStore
 
     if store is None:
         url = "env://" if init_method is None else init_method
-        store, rank, size = next(iter(rendezvous(url, rank, size, timeout=timeout)))
-    elif init_method is not None:
-        raise ValueError("init_process_group takes an init_method or a store, not both")
-    elif size < 1 or not 0 <= rank < size:
-        raise ValueError(
-            "with a store, init_process_group needs world_size > 0 and 0 <= rank < world_size, "
-            f"got rank={rank}, world_size={size}"
-        )
-    # Worlds may follow each other on one store: each has its own part of it.
-    slot = _bound.slot
-    slot.num_worlds += 1
-    store = PrefixStore(f"world/{slot.num_worlds}", store)
-    check_in(store, rank, size, timeout)
-    return store, rank, size
+        store, rank, world_size = next(iter(rendezvous(url, rank, world_size, timeout=limit)))
+    past = _past.setdefault(store, Counter())
+    meeting = PrefixStore(f"world{past[rank]}", store)
+    try:
+        check_in(meeting, rank, world_size, limit)
+        slot.world = World.create(rank, world_size, meeting, config, limit, pg_options)
+    except BaseException:
+        past[rank] += 1
+        raise
+    slot.world.on_close = lambda: past.update([rank])
 
 
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
