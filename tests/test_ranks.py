@@ -104,8 +104,10 @@ def test_the_first_real_error_is_raised_with_its_rank(ranks: str) -> None:
 
 @both
 def test_a_deadline_shows_where_ranks_stand(ranks: str) -> None:
+    # Long enough for a process to get there on a busy machine.
+    timeout = 0.5 if ranks == "threads" else 4
     with pytest.raises(DistTimeout, match="rank 1 of 2") as caught:
-        run_ranks(sleep_on, 2, 1, ranks=ranks, timeout=0.5)
+        run_ranks(sleep_on, 2, 1, ranks=ranks, timeout=timeout)
     assert "in sleep_on" in str(caught.value)
 
 
@@ -192,7 +194,7 @@ class TestProcesses:
                 from phalanx.testing.ranks import run_ranks
 
                 def live():
-                    print(os.getpid(), flush=True)
+                    os.write(1, b"%d\\n" % os.getpid())
                     time.sleep(600)
 
                 if __name__ == "__main__":
@@ -200,9 +202,17 @@ class TestProcesses:
                 """
             )
         )
-        with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE) as launcher:
+        launcher = subprocess.Popen(
+            [sys.executable, script],
+            stdout=subprocess.PIPE,
+            env=os.environ | {"TMPDIR": str(tmp_path)},
+        )
+        try:
             assert launcher.stdout is not None
             pids = [int(launcher.stdout.readline()) for _ in range(2)]
+        finally:
             launcher.kill()
+            launcher.communicate()
         while any(map(is_running, pids)):
             time.sleep(0.01)
+        assert list(tmp_path.glob("phalanx-*")) == []

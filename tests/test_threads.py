@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import sys
 import threading
@@ -196,9 +197,10 @@ class TestEndings:
         ended = []
 
         def fn() -> None:
+            dist.barrier()
             try:
                 if dist.get_rank() == 0:
-                    signal.raise_signal(signal.SIGINT)
+                    os.kill(os.getpid(), signal.SIGINT)
                 while True:
                     time.sleep(0.001)
             finally:

@@ -6,6 +6,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import shutil
 import signal
 import tempfile
 import threading
@@ -165,7 +166,7 @@ def _run(job: _Job, deadline: float | None, patient: bool) -> tuple[list[Any], l
 
 def _main(rank: int, job: _Job, sender: Connection) -> None:
     """Be one rank: the whole life of its process."""
-    threading.Thread(target=_end_with_launcher, name="launcher watch", daemon=True).start()
+    threading.Thread(target=_end_with_launcher, args=(job.directory,), daemon=True).start()
     os.environ.clear()
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(job.size), LOCAL_WORLD_SIZE=str(job.size))
@@ -205,9 +206,10 @@ def _pickled(failure: Failure) -> bytes:
     return data
 
 
-def _end_with_launcher() -> None:
-    """Kill this process once its launcher is gone, however that ended."""
+def _end_with_launcher(directory: str) -> None:
+    """Once the launcher is gone, however that ended, leave nothing behind either."""
     launcher = multiprocessing.parent_process()
     if launcher is not None:
         launcher.join()
+        shutil.rmtree(directory, ignore_errors=True)
         os.kill(os.getpid(), signal.SIGKILL)
