@@ -3,9 +3,9 @@
 from functools import partial
 
 import pytest
-from phalanx.testing.ranks import run_ranks
 
 from phalanx.testing import memory
+from phalanx.testing.ranks import run_ranks
 
 
 @pytest.fixture(params=[memory.MemoryBackend.name, "phalanx"])

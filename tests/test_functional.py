@@ -7,12 +7,12 @@ step.
 
 import pytest
 import torch
-from phalanx.testing.ranks import run_ranks
 from torch.autograd import Function, gradcheck, gradgradcheck
 
 import phalanx as dist
 import phalanx.testing.memory
 from phalanx import functional as F
+from phalanx.testing.ranks import run_ranks
 
 SIZE = 3
 

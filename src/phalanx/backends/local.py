@@ -6,8 +6,9 @@ import atexit
 import os
 import weakref
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
+import torch
 from torch import Tensor
 
 import phalanx
@@ -234,8 +235,8 @@ class LocalBackend(GroupBackend):
         self,
         output: Tensor,
         input: Tensor,
-        output_splits: list[int] | None = None,
-        input_splits: list[int] | None = None,
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
         *,
         timeout: float | None = None,
         async_op: bool = False,
@@ -269,12 +270,12 @@ class LocalBackend(GroupBackend):
     ) -> Work | int:
         source = -1 if src is None else src
         got = self._group.recv(tensor, source, tag, _limit(timeout), async_op)
-        return NativeWork(got, (tensor,)) if async_op else got
+        return NativeWork(got, (tensor,)) if async_op else cast(int, got)
 
-    def _parts(self, tensor: Tensor, splits: list[int] | None = None) -> Any:
+    def _parts(self, tensor: Tensor, splits: Sequence[int] | None = None) -> Any:
         """Return a tensor as one part per rank along dim 0; equal parts are cut by the engine."""
         if splits:
-            return tensor.split(splits)
+            return torch.split(tensor, list(splits))
         if tensor.is_contiguous():
             return tensor
         return tensor.chunk(self.size)
