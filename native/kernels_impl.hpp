@@ -160,8 +160,8 @@ Pair combine(Pair a, Pair b) {
 
 // --- Loops ---------------------------------------------------------------------------------------
 
-// Elements accumulated at a time for three sources and more: the accumulators stay in L1.
-inline constexpr size_t block_bytes = 8192;
+// The accumulators of a block, for three sources and more: they stay in L1 with what they add up.
+inline constexpr size_t block_bytes = 4096;
 
 template <class Element, template <class> class Operation>
 struct Reducer {
@@ -210,6 +210,16 @@ struct Reducer {
     }
   }
 
+  // Not inlined: GCC would make the loop over sources the inner one, and scalar.
+  [[gnu::noinline]] void accumulate(Value* sums, size_t k, size_t begin, size_t steps) const {
+    const auto lift = Op::lift(job, k);
+    const Storage* a = src(k) + begin;
+    PHALANX_INDEPENDENT
+    for (size_t i = 0; i < steps; ++i) {
+      sums[i] = combine<Op>(sums[i], load(lift, a + i * width));
+    }
+  }
+
   // Three sources and more, for one block.
   void many(size_t begin, size_t end) const {
     alignas(64) Value sums[block / width];
@@ -225,14 +235,7 @@ struct Reducer {
         sums[i] = combine<Op>(load(lift_a, a + i * width), load(lift_b, b + i * width));
       }
     }
-    for (size_t k = 2; k < last; ++k) {
-      const auto lift = Op::lift(job, k);
-      const Storage* a = src(k) + begin;
-      PHALANX_INDEPENDENT
-      for (size_t i = 0; i < steps; ++i) {
-        sums[i] = combine<Op>(sums[i], load(lift, a + i * width));
-      }
-    }
+    for (size_t k = 2; k < last; ++k) accumulate(sums, k, begin, steps);
     const auto lift = Op::lift(job, last);
     const auto finish = Op::finish(job);
     const Storage* a = src(last) + begin;

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <new>
 #include <vector>
@@ -67,7 +68,7 @@ void rates(size_t bytes) {
               gigabytes_per_second(bytes, [&] { std::memcpy(c.data, a.data, bytes); }));
   std::printf("  stream                  %7.1f\n",
               gigabytes_per_second(bytes, [&] { tables()[0]->stream(c.data, a.data, bytes); }));
-  if (std::strcmp(tables()[0]->isa, "avx2") != 0) {
+  if (!PHALANX_X86_VARIANTS || std::strcmp(tables()[0]->isa, "avx512") == 0) {
     std::printf("  a += b by hand          %7.1f\n", gigabytes_per_second(bytes, [&] {
                   add_by_hand(reinterpret_cast<float*>(a.data), reinterpret_cast<float*>(b.data),
                               bytes / sizeof(float));
