@@ -13,6 +13,7 @@ namespace phalanx::store {
 namespace {
 
 constexpr size_t max_idle = 64;
+constexpr size_t min_buffer = 1024;
 constexpr size_t max_buffer = size_t{64} << 10;  // kept by an idle connection
 // What a server gets to take back a request whose time is up, or to answer a newcomer.
 constexpr double grace = 10;
@@ -37,23 +38,64 @@ void Client::lost(const std::string& why) const {
                     "; its process (usually rank 0) has probably ended: look at its output first");
 }
 
-Client::Lease Client::take(const Patience& patience) {
-  {
-    std::lock_guard lock(mutex_);
-    while (!idle_.empty()) {
-      Lease connection = std::move(idle_.back());
-      idle_.pop_back();
-      if (connection->socket.ours())
-        return connection;  // else inherited through fork(): not to be shared
-    }
+std::unique_lock<std::timed_mutex> Client::lock(const Patience& patience) {
+  std::unique_lock lock(mutex_, std::max(patience.deadline, Clock::now() + 1s));
+  if (!lock) lost("it takes no more requests");
+  return lock;
+}
+
+// With the lock held. None if all are in use.
+Client::Lease Client::take_idle() {
+  while (!idle_.empty()) {
+    Lease connection = std::move(idle_.back());
+    idle_.pop_back();
+    // Not to be shared with the parent if it was inherited through fork().
+    if (connection->socket.ours()) return connection;
   }
-  // The server was there before, so it is not waited for.
-  return connect(Patience(grace, patience.check), false);
+  return nullptr;
 }
 
 void Client::give_back(Lease connection) {
+  if (connection->in.capacity() > max_buffer) connection->in = {};
   std::lock_guard lock(mutex_);
   if (idle_.size() < max_idle) idle_.push_back(std::move(connection));
+}
+
+void Client::post(const std::string& bytes, const Patience& patience) {
+  auto held = lock(patience);
+  Lease connection = std::move(posted_);
+  if (!connection || !connection->socket.ours()) connection = take_idle();
+  if (!connection) connection = connect(Patience(grace, patience.check), false);
+  // Nothing comes back from a post, so a server that has gone would go unnoticed.
+  char byte;
+  if (recv(connection->socket.fd(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0) throw HungUp();
+  send(*connection, bytes, patience);
+  posted_ = std::move(connection);
+}
+
+// Sends a request, and returns the connection to read the reply from.
+Client::Lease Client::ask(const std::string& bytes, const Patience& patience) {
+  Lease connection;
+  {
+    auto held = lock(patience);
+    if (posted_ && posted_->socket.ours()) {
+      // Until the server has seen what was posted, no other thread may ask it anything on another
+      // connection. It says so by answering a question, sent ahead of the one that may take long.
+      connection = std::move(posted_);
+      std::string both;
+      wire::encode(both, Request{Op::Check});
+      both += bytes;
+      send(*connection, both, patience);
+      std::string_view frame;
+      if (!receive(*connection, Patience(grace, patience.check), frame)) lost("it does not answer");
+      return connection;
+    }
+    connection = take_idle();
+  }
+  // The server was there before, so it is not waited for.
+  if (!connection) connection = connect(Patience(grace, patience.check), false);
+  send(*connection, bytes, patience);
+  return connection;
 }
 
 Client::Lease Client::connect(const Patience& patience, bool retry) const {
@@ -83,8 +125,9 @@ bool Client::introduce(Connection& connection, const Patience& patience) const {
   };
   std::string_view frame;
   Digest mine = handshake::nonce(), theirs;
-  handshake::encode(connection.buffer, handshake::magic, mine);
-  send(connection, patience);
+  std::string bytes;
+  handshake::encode(bytes, handshake::magic, mine);
+  send(connection, bytes, patience);
 
   uint64_t magic;
   uint8_t secured, welcome;
@@ -100,10 +143,9 @@ bool Client::introduce(Connection& connection, const Patience& patience) const {
         "it has no secret, but this process does (PHALANX_SECRET), so it is not trusted; set the "
         "same value everywhere");
 
-  connection.buffer.clear();
-  handshake::encode(connection.buffer,
-                    handshake::proof(handshake::Role::Client, secret_, mine, theirs));
-  send(connection, patience);
+  bytes.clear();
+  handshake::encode(bytes, handshake::proof(handshake::Role::Client, secret_, mine, theirs));
+  send(connection, bytes, patience);
   if (!receive(connection, patience, frame)) return false;
   Digest proof;
   handshake::decode(frame, welcome, proof);
@@ -117,12 +159,11 @@ bool Client::introduce(Connection& connection, const Patience& patience) const {
   return true;
 }
 
-void Client::send(Connection& connection, const Patience& patience) const {
-  std::string_view rest = connection.buffer;
-  while (!rest.empty()) {
-    ssize_t sent = ::send(connection.socket.fd(), rest.data(), rest.size(), MSG_NOSIGNAL);
+void Client::send(Connection& connection, std::string_view bytes, const Patience& patience) const {
+  while (!bytes.empty()) {
+    ssize_t sent = ::send(connection.socket.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
     if (sent > 0) {
-      rest.remove_prefix(static_cast<size_t>(sent));
+      bytes.remove_prefix(static_cast<size_t>(sent));
       continue;
     }
     if (errno == ECONNRESET || errno == EPIPE) throw HungUp();
@@ -130,65 +171,68 @@ void Client::send(Connection& connection, const Patience& patience) const {
     if (patience.check) patience.check();
     if (patience.exhausted()) lost("it takes no more requests");
   }
-  connection.buffer.clear();
 }
 
 bool Client::receive(Connection& connection, const Patience& patience,
                      std::string_view& frame) const {
-  auto& buffer = connection.buffer;
-  size_t filled = 0;
-  wire::Length length = 0;
-  buffer.resize(std::max<size_t>(buffer.capacity(), 4096));
-  for (;;) {
+  auto& [socket, in, filled, used] = connection;
+  filled -= used;
+  std::memmove(in.data(), in.data() + used, filled);
+  used = 0;
+  if (in.size() < min_buffer) in.resize(min_buffer);
+  for (wire::Length length;;) {
+    if (wire::peek({in.data(), filled}, length)) {
+      if (length > wire::max_frame) throw wire::Malformed();
+      const size_t total = sizeof length + length;
+      if (filled >= total) {
+        used = total;
+        frame = std::string_view(in).substr(sizeof length, length);
+        return true;
+      }
+      if (in.size() < total) in.resize(total);
+    }
     // The socket's own timeout is a slice; the rest of the patience may be shorter than that.
     auto left = patience.deadline - Clock::now();
     if (left < Patience::slice) {
-      auto ms =
-          std::chrono::ceil<std::chrono::milliseconds>(std::max<Clock::duration>(left, 0s)).count();
-      pollfd item{connection.socket.fd(), POLLIN, 0};
-      if (poll(&item, 1, static_cast<int>(ms)) <= 0 && patience.exhausted()) return false;
+      auto ms = std::chrono::ceil<std::chrono::milliseconds>(std::max<Clock::duration>(left, 0s));
+      pollfd item{socket.fd(), POLLIN, 0};
+      if (poll(&item, 1, static_cast<int>(ms.count())) <= 0 && patience.exhausted()) return false;
     }
-    ssize_t got = recv(connection.socket.fd(), buffer.data() + filled, buffer.size() - filled, 0);
+    ssize_t got = recv(socket.fd(), in.data() + filled, in.size() - filled, 0);
     if (got == 0 || (got < 0 && errno == ECONNRESET)) throw HungUp();
-    if (got < 0) {
-      if (errno != EAGAIN && errno != EINTR) lost(std::strerror(errno));
-      if (patience.check) patience.check();
-      if (patience.exhausted()) return false;
+    if (got > 0) {
+      filled += static_cast<size_t>(got);
       continue;
     }
-    filled += static_cast<size_t>(got);
-    if (!wire::peek({buffer.data(), filled}, length)) continue;
-    if (length > wire::max_frame) throw wire::Malformed();
-    size_t total = sizeof length + length;
-    if (filled > total) throw wire::Malformed();  // replies come one by one
-    if (filled == total) break;
-    if (buffer.size() < total) buffer.resize(total);
+    if (errno != EAGAIN && errno != EINTR) lost(std::strerror(errno));
+    if (patience.check) patience.check();
+    if (patience.exhausted()) return false;
   }
-  frame = std::string_view(buffer).substr(sizeof length, length);
-  return true;
 }
 
 Reply Client::run(Request request, const Patience& patience) {
-  Lease connection = take(patience);
-  auto& buffer = connection->buffer;
-  buffer.clear();
-  wire::encode(buffer, request);
-  wire::check_size(buffer.size());
+  validate(request);
+  std::string bytes;
+  wire::encode(bytes, request);
+  wire::check_size(bytes.size());
   try {
+    if (posts(request.op)) {
+      post(bytes, patience);
+      return {};
+    }
+    Lease connection = ask(bytes, patience);
     std::string_view frame;
-    send(*connection, patience);
     if (!receive(*connection, patience, frame)) {
       // The server answers in any case: with what was asked for, if it came just now, or that it
       // gave up. So nothing is popped from a queue without reaching somebody, and the connection
       // stays in step.
-      buffer.clear();
-      wire::encode(buffer, Request{Op::Cancel});
+      bytes.clear();
+      wire::encode(bytes, Request{Op::Cancel});
       Patience last(grace, patience.check);
-      send(*connection, last);
+      send(*connection, bytes, last);
       if (!receive(*connection, last, frame)) lost("it does not answer");
     }
     Reply reply = wire::decode_reply(frame);
-    if (buffer.capacity() > max_buffer) std::string().swap(buffer);
     give_back(std::move(connection));
     return accepted(std::move(reply), request, patience, where_);
   } catch (const HungUp&) {

@@ -28,8 +28,8 @@ void reset(std::string& buffer) {
 
 }  // namespace
 
-// A client. It sends one request and waits for the reply before it sends another, so neither buffer
-// ever holds more than one frame; only a Cancel may come in between.
+// A client. It sends any number of requests that have no answer, then one that has, and waits for
+// the reply: so no more than one reply is ever held for it. Only a Cancel may come in between.
 struct Server::Connection : Table::Ticket {
   Connection(Descriptor socket, Server& server, Clock::time_point deadline)
       : Ticket(Request{}), socket(std::move(socket)), server(server), deadline(deadline) {}
@@ -110,7 +110,6 @@ void Server::serve() {
       } catch (const std::bad_alloc&) {
         drop(connection);
       }
-      flush_answered();
     }
     dropped_.clear();
     if (ticking_ && Clock::now() >= next_sweep) {
@@ -159,6 +158,7 @@ void Server::receive(Connection& connection) {
     size_t end = used + sizeof length + length;
     if (in.size() < end) break;
     handle(connection, std::string_view(in).substr(used + sizeof length, length));
+    flush_answered();
     used = end;
     if (connection.state == Connection::Ready && connection.out.empty())
       connection.deadline = never;
@@ -183,6 +183,14 @@ void Server::handle(Connection& connection, std::string_view frame) {
     return;
   }
   if (connection.busy || !connection.out.empty()) throw wire::Malformed();
+  if (posts(request.op)) {
+    try {
+      table_.attempt(request);
+    } catch (const Failure&) {
+      throw wire::Malformed();  // a client checks before it posts
+    }
+    return;
+  }
   connection.busy = true;
   connection.request = std::move(request);
   connection.reply = {};

@@ -87,6 +87,12 @@ class Store {
   virtual Reply run(Request request, const Patience& patience) = 0;
 };
 
+// Throws Invalid unless the request has as many keys and values as its operation takes.
+void validate(const Request& request);
+
+// Whether the operation has nothing to answer: over TCP it is sent, and not waited for.
+constexpr bool posts(Op op) { return op == Op::Set; }
+
 // The names of the first few keys, for messages.
 std::string quoted(const std::vector<std::string>& keys);
 

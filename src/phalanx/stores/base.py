@@ -50,7 +50,11 @@ class Store(ABC):
 
     @abstractmethod
     def set(self, key: str, value: str | bytes) -> None:
-        """Set `key` to `value`, whether or not it exists."""
+        """Set `key` to `value`, whether or not it exists.
+
+        A store may still be at it when the call returns. Whatever is asked through the same handle
+        next comes after it; other handles that wait for the key see it in time.
+        """
 
     @abstractmethod
     def get(self, key: str) -> bytes:

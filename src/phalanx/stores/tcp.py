@@ -29,6 +29,9 @@ class TCPStore(CoreStore):
     clients prove to each other that they know it before anything else is said; it proves identity
     and does not encrypt.
 
+    `set` returns when it is on its way: whatever is asked through this store next, in any thread,
+    comes after it. All other operations return when they are done.
+
     A client keeps trying to connect for `timeout`. With `world_size` given and `wait_for_workers`,
     the master's constructor returns once that many processes, itself included, have connected.
     `multi_tenant` lets several masters of one process share the server of a port.
