@@ -250,6 +250,8 @@ class Engine {
         group_(board_, rank, name, timeout),
         mailbox_(std::make_shared<Mailbox>(board_, rank, name)) {}
 
+  ~Engine() { close(); }
+
   std::string ticket() const { return board_->ticket(); }
   void attend(bool creator) { board_->attend(group_.rank(), creator, group_.name(), Deadline::in(group_.timeout)); }
   uint64_t sequence() const { return group_.sequence(); }
@@ -384,15 +386,23 @@ class Engine {
     Sites::find(call.site);
     call.timeout = timeout;
     if (!async) {
+      bool done;
       {
         nb::gil_scoped_release unlock;
-        lane_.run([&] { group_.run(call); });
+        done = lane_.try_run([&] { group_.run(call); });
       }
-      return nb::none();
+      if (done) return nb::none();
     }
     std::string title = std::string(name(call.op)) + " on group '" + group_.name() + "'";
+    // Owned by the job: the caller may be interrupted while it waits.
     auto body = [this, call = std::make_shared<Call>(std::move(call)), kept = Graveyard::keep(keep)] { group_.run(*call); };
-    return nb::cast(std::shared_ptr<Pending>(std::make_shared<PendingJob>(lane_.submit(std::move(body)), std::move(title))));
+    std::shared_ptr<Pending> pending = std::make_shared<PendingJob>(lane_.submit(std::move(body)), std::move(title));
+    if (async) return nb::cast(pending);
+    {
+      nb::gil_scoped_release unlock;
+      pending->wait(-1);
+    }
+    return nb::none();
   }
 
   std::shared_ptr<Delivery> letter(Op op, nb::handle tensor, int peer, int tag, double timeout) {
@@ -409,7 +419,12 @@ class Engine {
     {
       nb::gil_scoped_release unlock;
       mailbox_->start(delivery, async);
-      if (!async) mailbox_->wait(*delivery, delivery->deadline);
+      try {
+        if (!async) mailbox_->wait(*delivery, delivery->deadline);
+      } catch (...) {
+        mailbox_->cancel(*delivery);
+        throw;
+      }
     }
     if (!async) return delivery->op == Op::Recv ? nb::cast(delivery->source) : nb::none();
     return nb::cast(std::shared_ptr<Pending>(std::make_shared<PendingDelivery>(mailbox_, std::move(delivery))));

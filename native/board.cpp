@@ -100,7 +100,7 @@ void Board::attend(int rank, bool creator, const std::string& group, const Deadl
       if (!seat(peer).present) ranks.push_back(peer);
     return ranks;
   };
-  Spin spin{false};
+  Spin spin(false);
   wait_until(bell(), spin, deadline, [&] { return missing().empty(); }, [&](bool quiet) {
     check_broken();
     for (int peer : missing())

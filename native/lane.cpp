@@ -38,12 +38,14 @@ void Job::run() {
 std::shared_ptr<Job> Lane::submit(std::function<void()> body) {
   auto job = std::make_shared<Job>(std::move(body));
   std::lock_guard lock(mutex_);
-  if (closing_) throw Failure(Kind::Backend, "the group is destroyed");
+  if (closing_) throw_closed();
   if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
   queue_.push_back(job);
   changed_.notify_one();
   return job;
 }
+
+void Lane::throw_closed() { throw Failure(Kind::Backend, "the group is destroyed"); }
 
 void Lane::work() {
   std::unique_lock lock(mutex_);

@@ -38,18 +38,13 @@ class Lane {
   ~Lane() { close(); }
   std::shared_ptr<Job> submit(std::function<void()> body);
 
-  // Run now if the lane is idle, else after those before it; returns when it is done.
+  // Run now, on this thread, if nothing is before it; false if something is.
   template <class Body>
-  void run(Body&& body) {
+  bool try_run(Body&& body) {
     {
-      std::unique_lock lock(mutex_);
-      if (busy_ || !queue_.empty()) {
-        lock.unlock();
-        auto job = submit(std::forward<Body>(body));
-        while (!job->wait(Clock::now() + kSlice)) check_interrupt();
-        if (job->error()) std::rethrow_exception(job->error());
-        return;
-      }
+      std::lock_guard lock(mutex_);
+      if (closing_) throw_closed();
+      if (busy_ || !queue_.empty()) return false;
       busy_ = true;
     }
     struct Leave {
@@ -61,12 +56,14 @@ class Lane {
       }
     } leave{*this};
     body();
+    return true;
   }
 
   void close();  // waits for what is in the queue
 
  private:
   void work();
+  [[noreturn]] static void throw_closed();
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Job>> queue_;

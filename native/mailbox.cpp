@@ -18,6 +18,7 @@ Mailbox::Mailbox(std::shared_ptr<Board> board, int rank, std::string group)
     : board_(std::move(board)),
       rank_(rank),
       group_(std::move(group)),
+      spin_(!board_->crowded()),
       sent_(board_->size()),
       received_(board_->size()),
       outbox_(board_->size()) {}
@@ -359,7 +360,7 @@ void Mailbox::inspect(bool quiet) {
     } else if (peer < 0 && others_gone > 0 && others_gone == board_->size() - 1) {
       fail(delivery, Kind::PeerFailed, headline(delivery) + ": all the other ranks are gone");
     } else if (delivery.deadline.passed()) {
-      fail(delivery, Kind::Timeout, headline(delivery) + ": timed out after " + std::to_string(delivery.timeout) + " s");
+      fail(delivery, Kind::Timeout, headline(delivery) + ": timed out after " + seconds_text(delivery.timeout));
     }
   };
   auto failed = [](auto& delivery) { return delivery->state == Delivery::State::Failed; };
@@ -382,8 +383,7 @@ void Mailbox::wait(Delivery& delivery, const Deadline& patience) {
     return delivery.state.load(std::memory_order_relaxed) != Delivery::State::Open;
   };
   const Deadline& sooner = patience.at() < delivery.deadline.at() ? patience : delivery.deadline;
-  Spin spin{!board_->crowded()};
-  wait_until(bell(), spin, sooner, ready, [&](bool quiet) {
+  wait_until(bell(), spin_, sooner, ready, [&](bool quiet) {
     {
       std::lock_guard lock(mutex_);
       inspect(quiet);
@@ -393,6 +393,15 @@ void Mailbox::wait(Delivery& delivery, const Deadline& patience) {
     if (quiet) check_interrupt();
   });
   if (delivery.state == Delivery::State::Failed) std::rethrow_exception(delivery.error);
+}
+
+void Mailbox::cancel(Delivery& delivery) {
+  std::lock_guard lock(mutex_);
+  if (delivery.state != Delivery::State::Open) return;
+  fail(delivery, Kind::Backend, headline(delivery) + ": given up");
+  auto given_up = [&](auto& open) { return open.get() == &delivery; };
+  asked_.remove_if(given_up);
+  streams_in_.remove_if(given_up);
 }
 
 bool Mailbox::idle() const {
@@ -413,7 +422,7 @@ void Mailbox::run_courier() {
       progress();
       return closing_ || idle();
     };
-    Spin spin{false};
+    Spin spin(false);
     wait_until(bell(), spin, Deadline::in(-1), at_rest, [&](bool quiet) {
       std::lock_guard lock(mutex_);
       inspect(quiet);

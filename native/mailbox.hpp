@@ -85,6 +85,8 @@ class Mailbox {
   void start(const std::shared_ptr<Delivery>& delivery, bool linger);
   // Wait for its end, no longer than `patience`; throws what made it fail.
   void wait(Delivery& delivery, const Deadline& patience);
+  // End it here and now: its tensor is not touched any more.
+  void cancel(Delivery& delivery);
   void close();
 
  private:
@@ -117,6 +119,7 @@ class Mailbox {
   std::shared_ptr<Board> board_;
   int rank_;
   std::string group_;
+  Spin spin_;
   std::mutex mutex_;
   std::condition_variable wake_courier_;
   std::thread courier_;

@@ -64,7 +64,7 @@ void Roster::join(int rank, Deadline deadline) {
     while (next < size() && member(next).presence.load(std::memory_order_acquire) >= Presence::Here) ++next;
     return next == size();
   };
-  Spin spin{false};
+  Spin spin(false);
   wait_until(header().bell, spin, deadline, everybody, [&](bool quiet) {
     std::string missing;
     for (int peer = 0; peer < size(); ++peer) {

@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <climits>
+#include <cstdio>
 
 namespace phalanx {
 namespace {
@@ -35,6 +36,12 @@ bool Bell::sleep(uint32_t seen, Clock::duration longest) {
   timespec timeout{time_t(nanoseconds / 1'000'000'000), long(nanoseconds % 1'000'000'000)};
   futex(rings, FUTEX_WAIT, seen, &timeout);
   return rings.load(std::memory_order_acquire) != seen;
+}
+
+std::string seconds_text(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%g s", seconds);
+  return text;
 }
 
 int usable_cores() {

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <string>
 
 namespace phalanx {
 
@@ -49,14 +50,17 @@ constexpr auto kSlice = std::chrono::milliseconds(50);
 // How long a waiter may burn its core before it sleeps: not at all where ranks outnumber cores, else
 // up to 50 us, and less while spinning has not paid. The least is what waking a sleeper costs, so
 // that ranks which have slept find back to spinning.
-struct Spin {
-  static constexpr auto kMost = std::chrono::microseconds(50);
-  static constexpr auto kLeast = std::chrono::microseconds(10);
-  bool allowed = true;
-  Clock::duration budget = kMost;
+class Spin {
+ public:
+  explicit Spin(bool allowed) : budget_(allowed ? kMost : 0) {}
+  std::chrono::nanoseconds budget() const { return std::chrono::nanoseconds(budget_.load(std::memory_order_relaxed)); }
+  // Hints that several threads may give at once: the last one counts.
+  void paid() { budget_.store(std::min(2 * budget_.load(std::memory_order_relaxed), kMost), std::memory_order_relaxed); }
+  void wasted() { budget_.store(std::max(budget_.load(std::memory_order_relaxed) / 2, kLeast), std::memory_order_relaxed); }
 
-  void paid() { budget = std::min<Clock::duration>(budget * 2, kMost); }
-  void wasted() { budget = std::max<Clock::duration>(budget / 2, kLeast); }
+ private:
+  static constexpr int64_t kMost = 50'000, kLeast = 10'000;
+  std::atomic<int64_t> budget_;  // nanoseconds
 };
 
 inline void pause_core() {
@@ -72,8 +76,8 @@ inline void pause_core() {
 template <class Ready, class Look>
 void wait_until(Bell& bell, Spin& spin, const Deadline& deadline, Ready&& ready, Look&& look) {
   if (ready()) return;
-  if (spin.allowed) {
-    for (auto until = Clock::now() + spin.budget; Clock::now() < until;) {
+  if (auto budget = spin.budget(); budget.count() > 0) {
+    for (auto until = Clock::now() + budget; Clock::now() < until;) {
       for (int i = 0; i < 16; ++i) {
         if (ready()) return spin.paid();
         pause_core();
@@ -98,6 +102,8 @@ void wait_until(Bell& bell, Spin& spin, const Deadline& deadline, Ready&& ready,
     }
   }
 }
+
+std::string seconds_text(double seconds);  // "0.5 s"
 
 // Cores that this process may use.
 int usable_cores();
