@@ -1,0 +1,242 @@
+"""torch.distributed's vocabulary for CPU tensors: fast inside one machine, never a silent hang.
+
+``import phalanx as dist``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from phalanx.backends.base import GroupBackend
+from phalanx.backends.registry import (
+    Backend,
+    BackendConfig,
+    BackendOptions,
+    is_backend_available,
+)
+from phalanx.coalescing import _coalescing_manager as _coalescing_manager
+from phalanx.collectives import (
+    _all_gather_base as _all_gather_base,
+)
+from phalanx.collectives import (
+    _reduce_scatter_base as _reduce_scatter_base,
+)
+from phalanx.collectives import (
+    all_gather,
+    all_gather_coalesced,
+    all_gather_into_tensor,
+    all_gather_single,
+    all_reduce,
+    all_reduce_coalesced,
+    all_to_all,
+    all_to_all_single,
+    barrier,
+    broadcast,
+    gather,
+    monitored_barrier,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_single,
+    reduce_scatter_tensor,
+    scatter,
+)
+from phalanx.errors import (
+    CollectiveMismatch,
+    Deadlock,
+    DistBackendError,
+    DistError,
+    DistNetworkError,
+    DistQueueEmptyError,
+    DistStoreError,
+    DistTimeout,
+    PeerFailed,
+    StoreTimeout,
+)
+from phalanx.errors import DistQueueEmptyError as QueueEmptyError
+from phalanx.group import ProcessGroup
+from phalanx.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    gather_object,
+    recv_object_list,
+    scatter_object_list,
+    send_object_list,
+)
+from phalanx.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
+from phalanx.rendezvous import register_rendezvous_handler, rendezvous
+from phalanx.subgroups import (
+    SHRINK_ABORT,
+    SHRINK_DEFAULT,
+    new_group,
+    new_subgroups,
+    new_subgroups_by_enumeration,
+    shrink_group,
+    split_group,
+)
+from phalanx.types import ReduceOp, default_pg_timeout, supports_complex
+from phalanx.work import Work
+from phalanx.world import (
+    GroupMember,
+    destroy_process_group,
+    get_backend,
+    get_backend_config,
+    get_default_backend_for_device,
+    get_global_rank,
+    get_group_rank,
+    get_node_local_rank,
+    get_pg_count,
+    get_process_group_ranks,
+    get_rank,
+    get_world_size,
+    group,
+    init_process_group,
+    is_available,
+    is_gloo_available,
+    is_initialized,
+    is_mpi_available,
+    is_nccl_available,
+    is_torchelastic_launched,
+    is_ucc_available,
+    is_xccl_available,
+)
+from phalanx.world import default_group as _get_default_group  # noqa: F401
+from phalanx.world import is_outside as _rank_not_in_group  # noqa: F401
+
+if TYPE_CHECKING:
+    from phalanx import functional, launch, stores, testing
+    from phalanx.heap import empty_shared, is_shared
+    from phalanx.launch.threads import run_threads
+    from phalanx.mesh import DeviceMesh, init_device_mesh
+    from phalanx.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+
+__all__ = [
+    "SHRINK_ABORT",
+    "SHRINK_DEFAULT",
+    "Backend",
+    "BackendConfig",
+    "BackendOptions",
+    "CollectiveMismatch",
+    "Deadlock",
+    "DeviceMesh",
+    "DistBackendError",
+    "DistError",
+    "DistNetworkError",
+    "DistQueueEmptyError",
+    "DistStoreError",
+    "DistTimeout",
+    "FileStore",
+    "GroupBackend",
+    "GroupMember",
+    "HashStore",
+    "P2POp",
+    "PeerFailed",
+    "PrefixStore",
+    "ProcessGroup",
+    "QueueEmptyError",
+    "ReduceOp",
+    "Store",
+    "StoreTimeout",
+    "TCPStore",
+    "Work",
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "all_gather_single",
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "batch_isend_irecv",
+    "broadcast",
+    "broadcast_object_list",
+    "default_pg_timeout",
+    "destroy_process_group",
+    "empty_shared",
+    "functional",
+    "gather",
+    "gather_object",
+    "get_backend",
+    "get_backend_config",
+    "get_default_backend_for_device",
+    "get_global_rank",
+    "get_group_rank",
+    "get_node_local_rank",
+    "get_pg_count",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "init_device_mesh",
+    "init_process_group",
+    "irecv",
+    "is_available",
+    "is_backend_available",
+    "is_gloo_available",
+    "is_initialized",
+    "is_mpi_available",
+    "is_nccl_available",
+    "is_shared",
+    "is_torchelastic_launched",
+    "is_ucc_available",
+    "is_xccl_available",
+    "isend",
+    "launch",
+    "monitored_barrier",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "recv",
+    "recv_object_list",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "register_rendezvous_handler",
+    "rendezvous",
+    "run_threads",
+    "scatter",
+    "scatter_object_list",
+    "send",
+    "send_object_list",
+    "shrink_group",
+    "split_group",
+    "stores",
+    "supports_complex",
+    "testing",
+]
+
+# Imported when first asked for, so that `import phalanx` costs little. None: the module itself.
+_LAZY = {
+    "DeviceMesh": "mesh",
+    "FileStore": "stores",
+    "HashStore": "stores",
+    "PrefixStore": "stores",
+    "Store": "stores",
+    "TCPStore": "stores",
+    "empty_shared": "heap",
+    "functional": None,
+    "init_device_mesh": "mesh",
+    "is_shared": "heap",
+    "launch": None,
+    "run_threads": "launch.threads",
+    "stores": None,
+    "testing": None,
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+    module = _LAZY[name]
+    if module is None:
+        return importlib.import_module(f"phalanx.{name}")
+    value = getattr(importlib.import_module(f"phalanx.{module}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -1,0 +1,1 @@
+"""Benchmarks of Phalanx beside what a user could pick instead."""

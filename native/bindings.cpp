@@ -1,0 +1,53 @@
+// The Python module of the core. Nothing below this file knows Python.
+#include <nanobind/nanobind.h>
+
+#include <exception>
+
+#include "failure.hpp"
+
+namespace nb = nanobind;
+
+void bind_engine(nb::module_& m);
+void bind_stores(nb::module_& m);
+
+namespace {
+
+using phalanx::Failure;
+using phalanx::Kind;
+
+// The class in phalanx.errors, or among Python's own, that a kind of failure becomes.
+nb::object exception_class(Kind kind) {
+  auto error = [](const char* name) { return nb::module_::import_("phalanx.errors").attr(name); };
+  switch (kind) {
+    case Kind::Invalid: return nb::borrow(PyExc_ValueError);
+    case Kind::Memory: return nb::borrow(PyExc_MemoryError);
+    case Kind::Backend: return error("DistBackendError");
+    case Kind::Mismatch: return error("CollectiveMismatch");
+    case Kind::PeerFailed: return error("PeerFailed");
+    case Kind::Deadlock: return error("Deadlock");
+    case Kind::Timeout: return error("DistTimeout");
+    case Kind::Network: return error("DistNetworkError");
+    case Kind::Store: return error("DistStoreError");
+    case Kind::StoreTimeout: return error("StoreTimeout");
+    case Kind::QueueEmpty: return error("DistQueueEmptyError");
+  }
+  return nb::borrow(PyExc_RuntimeError);
+}
+
+void translate(const std::exception_ptr& thrown, void*) {
+  try {
+    std::rethrow_exception(thrown);
+  } catch (const Failure& failure) {
+    // Looked up when needed, so that the core can be loaded before the package.
+    PyErr_SetString(exception_class(failure.kind).ptr(), failure.what());
+  }
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  nb::set_leak_warnings(false);  // what lives at exit is the process' to free
+  nb::register_exception_translator(translate);
+  bind_engine(m);
+  bind_stores(m);
+}

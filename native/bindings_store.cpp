@@ -1,0 +1,184 @@
+// Stores for Python. Every call that can wait releases the GIL, and in the main thread looks for
+// Ctrl-C.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <unistd.h>
+
+#include <memory>
+#include <string_view>
+
+#include "store/client.hpp"
+#include "store/file.hpp"
+#include "store/server.hpp"
+#include "store/table.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+using namespace phalanx::store;
+
+namespace {
+
+void check_signals() {
+  nb::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals()) throw nb::python_error();
+}
+
+// Python runs signal handlers in the main thread only, so others have nothing to look for.
+Patience patience(double seconds) {
+  return Patience(seconds, gettid() == getpid() ? check_signals : nullptr);
+}
+
+[[noreturn]] void wrong_type(const char* what, nb::handle got, const char* rule) {
+  std::string message =
+      std::string("store: ") + what + " must be " + rule + ", not " + Py_TYPE(got.ptr())->tp_name;
+  throw nb::type_error(message.c_str());
+}
+
+std::string text(nb::handle object) {
+  Py_ssize_t size;
+  const char* data = PyUnicode_AsUTF8AndSize(object.ptr(), &size);
+  if (!data) throw nb::python_error();
+  return {data, static_cast<size_t>(size)};
+}
+
+std::string key(nb::handle object) {
+  if (!PyUnicode_Check(object.ptr())) wrong_type("a key", object, "str");
+  return text(object);
+}
+
+std::string value(nb::handle object) {
+  if (PyUnicode_Check(object.ptr())) return text(object);
+  if (PyBytes_Check(object.ptr())) {
+    return {PyBytes_AS_STRING(object.ptr()), static_cast<size_t>(PyBytes_GET_SIZE(object.ptr()))};
+  }
+  wrong_type("a value", object, "str or bytes");
+}
+
+template <class Convert>
+std::vector<std::string> several(nb::handle sequence, const char* what, Convert convert) {
+  // A string is a sequence of strings too, and never what was meant.
+  if (PyUnicode_Check(sequence.ptr()) || !PySequence_Check(sequence.ptr()))
+    wrong_type(what, sequence, "a list");
+  std::vector<std::string> list;
+  for (nb::handle item : sequence) list.push_back(convert(item));
+  return list;
+}
+
+nb::bytes bytes(std::string_view text) { return nb::bytes(text.data(), text.size()); }
+
+std::string_view view(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
+Reply run(Store& store, Request request, double timeout) {
+  nb::gil_scoped_release release;
+  return store.run(std::move(request), patience(timeout));
+}
+
+}  // namespace
+
+void bind_stores(nb::module_& m) {
+  nb::class_<Store>(m, "Store")
+      .def("set", [](Store& store, nb::handle k, nb::handle v,
+                     double timeout) { run(store, {Op::Set, 0, {key(k)}, {value(v)}}, timeout); })
+      .def("multi_set",
+           [](Store& store, nb::handle keys, nb::handle values, double timeout) {
+             run(store, {Op::Set, 0, several(keys, "keys", key), several(values, "values", value)},
+                 timeout);
+           })
+      .def("get",
+           [](Store& store, nb::handle k, double timeout) {
+             return bytes(run(store, {Op::Get, 0, {key(k)}}, timeout).values.at(0));
+           })
+      .def("multi_get",
+           [](Store& store, nb::handle keys, double timeout) {
+             nb::list list;
+             for (auto& text : run(store, {Op::Get, 0, several(keys, "keys", key)}, timeout).values)
+               list.append(bytes(text));
+             return list;
+           })
+      .def("add",
+           [](Store& store, nb::handle k, int64_t amount, double timeout) {
+             return run(store, {Op::Add, amount, {key(k)}}, timeout).number;
+           })
+      .def("append",
+           [](Store& store, nb::handle k, nb::handle v, double timeout) {
+             run(store, {Op::Append, 0, {key(k)}, {value(v)}}, timeout);
+           })
+      .def("check",
+           [](Store& store, nb::handle keys, double timeout) {
+             return run(store, {Op::Check, 0, several(keys, "keys", key)}, timeout).number != 0;
+           })
+      .def("wait",
+           [](Store& store, nb::handle keys, double timeout) {
+             run(store, {Op::Wait, 0, several(keys, "keys", key)}, timeout);
+           })
+      .def("compare_set",
+           [](Store& store, nb::handle k, nb::handle expected, nb::handle desired, double timeout) {
+             Request request{Op::CompareSet, 0, {key(k)}, {value(expected), value(desired)}};
+             return bytes(run(store, std::move(request), timeout).values.at(0));
+           })
+      .def("delete_key",
+           [](Store& store, nb::handle k, double timeout) {
+             return run(store, {Op::Delete, 0, {key(k)}}, timeout).number != 0;
+           })
+      .def("num_keys",
+           [](Store& store, double timeout) { return run(store, {Op::NumKeys}, timeout).number; })
+      .def("list_keys",
+           [](Store& store, double timeout) { return run(store, {Op::ListKeys}, timeout).values; })
+      .def("queue_push",
+           [](Store& store, nb::handle k, nb::handle v, double timeout) {
+             run(store, {Op::Push, 0, {key(k)}, {value(v)}}, timeout);
+           })
+      .def("queue_pop",
+           [](Store& store, nb::handle k, bool block, double timeout) {
+             return bytes(run(store, {Op::Pop, block, {key(k)}}, timeout).values.at(0));
+           })
+      .def("barrier",
+           [](Store& store, nb::handle k, int64_t world_size, double timeout) {
+             run(store, {Op::Barrier, world_size, {key(k)}}, timeout);
+           })
+      .def("queue_len", [](Store& store, nb::handle k, double timeout) {
+        return run(store, {Op::Length, 0, {key(k)}}, timeout).number;
+      });
+
+  nb::class_<Table, Store>(m, "Table").def(nb::init<>());
+
+  nb::class_<File, Store>(m, "FileLog")
+      .def("__init__",
+           [](File* self, std::string path, int64_t users) {
+             nb::gil_scoped_release release;
+             new (self) File(std::move(path), users);
+           })
+      .def("close", &File::close, nb::call_guard<nb::gil_scoped_release>());
+
+  nb::class_<Client, Store>(m, "StoreClient")
+      .def("__init__",
+           [](Client* self, std::string host, int port, std::string secret, double timeout) {
+             nb::gil_scoped_release release;
+             new (self) Client(std::move(host), port, std::move(secret), patience(timeout));
+           });
+
+  nb::class_<Server>(m, "StoreServer", nb::is_weak_referenceable())
+      .def(
+          "__init__",
+          [](Server* self, std::string host, int port, std::string secret, int listen_fd,
+             double handshake, double frame, size_t connections) {
+            nb::gil_scoped_release release;
+            Descriptor listener =
+                listen_fd >= 0 ? adopt_listener(listen_fd) : listen_on(host, port);
+            new (self)
+                Server(std::move(listener), std::move(secret), {handshake, frame, connections});
+          },
+          "host"_a, "port"_a, "secret"_a, "listen_fd"_a = -1,
+          "handshake"_a = Server::Limits().handshake, "frame"_a = Server::Limits().frame,
+          "connections"_a = Server::Limits().connections)
+      .def_prop_ro("port", &Server::port);
+
+  // For the tests, which hold them against hashlib.
+  m.def("sha256",
+        [](nb::bytes message) { return bytes(phalanx::view(phalanx::sha256(view(message)))); });
+  m.def("hmac_sha256", [](nb::bytes key, nb::bytes message) {
+    return bytes(phalanx::view(phalanx::hmac_sha256(view(key), view(message))));
+  });
+}

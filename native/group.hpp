@@ -1,0 +1,108 @@
+// One rank's end of a group: runs collectives on the board, one at a time and in order.
+//
+// Every collective is a meeting (post, wait for all, compare) followed by passes over memory with a
+// tick, a barrier that compares nothing, between them. Nothing of the user's is written before the
+// meeting has agreed.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "board.hpp"
+#include "kernels.hpp"
+#include "strided.hpp"
+
+namespace phalanx {
+
+// A tensor as the core sees it: elements of the call's dtype, dense unless a layout is given.
+struct View {
+  std::byte* data = nullptr;
+  size_t count = 0;
+  std::shared_ptr<const Layout> layout;
+};
+
+// One collective as a rank asks for it. Outputs may be the inputs where the operation is in place.
+// all_reduce, reduce: one input, one output (reduce: at the root). broadcast: an input at the root,
+// an output elsewhere. all_gather: one input, an output per rank. gather: likewise, outputs at the
+// root. scatter: an input per rank at the root, one output. reduce_scatter: an input per rank, one
+// output. all_to_all: an input and an output per rank.
+struct Call {
+  Op op = Op::Barrier;
+  DType dtype = DType::U8;
+  Reduce reduce = Reduce::Sum;
+  int root = -1;
+  double factor = 1;
+  double timeout = -1;  // seconds; negative: the group's
+  std::vector<View> inputs, outputs;
+  int ndim = 0;
+  int64_t shape[6] = {};
+  uint64_t detail = 0;
+  char site[80] = {};
+};
+
+class Group {
+ public:
+  Group(std::shared_ptr<Board> board, int rank, std::string name, double timeout);
+  ~Group();
+
+  int rank() const { return rank_; }
+  int size() const { return board_->size(); }
+  const std::string& name() const { return name_; }
+  Board& board() const { return *board_; }
+  double timeout = 0;  // seconds, for calls that bring none
+  uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
+
+  void run(Call& call);
+
+ private:
+  // What is known of the operation under way. The posting is written here and shown at the meeting.
+  struct Passage {
+    Call& call;
+    Deadline deadline;
+    uint64_t sequence;
+    size_t item;
+    Posting posting;
+  };
+
+  void exchange(Passage& passage);
+  void reduce(Passage& passage);
+  void reduce_inline(Passage& passage, size_t bytes);
+  void reduce_direct(Passage& passage);
+  void reduce_staged(Passage& passage, bool filled);
+  View piece(const Call& call, size_t item, int rank) const;
+  size_t stride(const Passage& passage) const;
+  void fill(const Passage& passage, uint32_t step);
+
+  // Post, wait for all, compare. Throws on every rank alike where postings differ.
+  void meet(Passage& passage, Offer offer);
+  void tick(const Passage& passage);
+  void arrive(bool compare);
+  void await(const Passage& passage);
+  bool agreed() const;
+  void look(const Passage& passage, bool quiet);
+  bool reached(int rank) const;
+  std::string headline(const Passage& passage) const;
+
+  Offer offer_of(int rank) const { return board_->seat(rank).lines[clock_ & 1].offer; }
+  // Where an Inline offer of so many bytes stands: in the line if it fits, else in the slot.
+  std::byte* inline_area(int rank, uint32_t clock, uint64_t sequence, size_t bytes) const;
+  // Staging buffers: two pieces that are filled in turn, and two for results.
+  uint64_t need_stage();
+  std::byte* stage(const Passage& passage, int rank, uint32_t turn) const;
+
+  std::shared_ptr<Board> board_;
+  int rank_;
+  std::string name_;
+  bool posted_ = false;  // the operation under way is on the board: a failure now breaks the group
+  Spin spin_;
+  uint32_t clock_ = 0;
+  uint32_t turn_ = 0;
+  std::atomic<uint64_t> sequence_ = 0;
+  size_t chunk_;
+  Block stage_;
+};
+
+int64_t now_ns();
+
+}  // namespace phalanx

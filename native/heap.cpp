@@ -1,0 +1,225 @@
+#include "heap.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <vector>
+
+#include "failure.hpp"
+
+namespace phalanx {
+namespace {
+
+constexpr uint64_t kPage = 4096;
+constexpr uint64_t kHuge = 2 << 20;
+constexpr char kMagic[8] = {'P', 'H', 'A', 'L', 'A', 'N', 'X', '1'};
+
+// The first page of every heap: lets a peer, or a tool, be sure of what it has mapped.
+struct HeapHeader {
+  char magic[8];
+  uint64_t nonce;
+  int64_t pid;
+  uint64_t start_time;
+};
+
+uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+std::string errno_text() { return std::strerror(errno); }
+
+}  // namespace
+
+uint64_t process_start_time(int32_t pid) {
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
+  int fd = ::open(path, O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return 0;
+  char text[1024];
+  ssize_t got = ::read(fd, text, sizeof text - 1);
+  ::close(fd);
+  if (got <= 0) return 0;
+  text[got] = 0;
+  // The command name stands in parentheses and may hold anything: fields count from the last ')'.
+  const char* field = std::strrchr(text, ')');
+  if (!field || field[1] == 0) return 0;
+  field += 2;
+  if (*field == 'Z' || *field == 'X') return 0;
+  for (int skipped = 0; skipped < 19; ++skipped) {
+    field = std::strchr(field, ' ');
+    if (!field) return 0;
+    ++field;
+  }
+  return std::strtoull(field, nullptr, 10);
+}
+
+std::shared_ptr<Heap> Heap::mine() {
+  static std::mutex mutex;
+  static std::shared_ptr<Heap>* heap = new std::shared_ptr<Heap>;  // outlives static destructors
+  std::lock_guard lock(mutex);
+  if (!*heap || (*heap)->address_.pid != ::getpid()) {
+    // A fork copied the parent's heap object: its memory belongs to the parent and tensors of the
+    // child may still point into it, so the object is abandoned, not destroyed.
+    if (*heap) heap = new std::shared_ptr<Heap>;
+    heap->reset(new Heap);
+  }
+  return *heap;
+}
+
+Heap::Heap() {
+  int fd = ::memfd_create("phalanx-heap", MFD_CLOEXEC);
+  if (fd < 0) throw Failure(Kind::Memory, "cannot create shared memory: memfd_create: " + errno_text());
+  // Reserving address space costs nothing, and more than the machine has memory is never needed. The
+  // cap lets hundreds of ranks map each other within 47 bits of addresses.
+  uint64_t size = round_up(uint64_t(::sysconf(_SC_PHYS_PAGES)) * ::sysconf(_SC_PAGESIZE), kHuge);
+  size = std::min(size, uint64_t(512) << 30);
+  void* base = MAP_FAILED;
+  for (; size >= (uint64_t(64) << 20); size = round_up(size / 2, kHuge)) {
+    if (::ftruncate(fd, off_t(size)) != 0) continue;
+    base = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (base != MAP_FAILED) break;
+  }
+  if (base == MAP_FAILED) {
+    std::string why = errno_text();
+    ::close(fd);
+    throw Failure(Kind::Memory, "cannot map shared memory: " + why + " (is RLIMIT_AS or RLIMIT_FSIZE set?)");
+  }
+  ::madvise(base, size, MADV_HUGEPAGE);  // a hint: most systems keep huge pages off for shared memory
+  base_ = static_cast<std::byte*>(base);
+  address_.pid = ::getpid();
+  address_.fd = fd;
+  address_.size = size;
+  address_.start_time = process_start_time(address_.pid);
+  if (::getrandom(&address_.nonce, sizeof address_.nonce, 0) != ssize_t(sizeof address_.nonce))
+    throw Failure(Kind::Backend, "getrandom: " + errno_text());
+  free_[0] = size;
+  auto* header = reinterpret_cast<HeapHeader*>(allocate(sizeof(HeapHeader)));
+  header->nonce = address_.nonce;
+  header->pid = address_.pid;
+  header->start_time = address_.start_time;
+  std::memcpy(header->magic, kMagic, sizeof kMagic);
+}
+
+Heap::~Heap() {
+  ::munmap(base_, address_.size);
+  ::close(address_.fd);
+}
+
+std::byte* Heap::allocate(size_t bytes) {
+  uint64_t length = round_up(bytes ? bytes : 1, kPage);
+  uint64_t unit = length >= kHuge ? kHuge : kPage;
+  std::lock_guard lock(mutex_);
+  for (auto gap = free_.begin(); gap != free_.end(); ++gap) {
+    uint64_t start = round_up(gap->first, unit), end = gap->first + gap->second;
+    if (start + length > end) continue;
+    if (::fallocate(address_.fd, 0, off_t(start), off_t(length)) != 0) {
+      int code = errno;
+      ::fallocate(address_.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, off_t(start), off_t(length));
+      errno = code;
+      throw Failure(Kind::Memory, "cannot allocate " + std::to_string(bytes) +
+                                      " bytes of shared memory: " + errno_text());
+    }
+    uint64_t gap_start = gap->first;
+    free_.erase(gap);
+    if (start > gap_start) free_[gap_start] = start - gap_start;
+    if (start + length < end) free_[start + length] = end - start - length;
+    used_[start] = length;
+#ifdef MADV_POPULATE_WRITE
+    ::madvise(base_ + start, length, MADV_POPULATE_WRITE);  // one call instead of a fault per page
+#endif
+    return base_ + start;
+  }
+  throw Failure(Kind::Memory, "cannot allocate " + std::to_string(bytes) + " bytes of shared memory: " +
+                                  std::to_string(address_.size) + " bytes are reserved and none is free");
+}
+
+void Heap::release(std::byte* block) {
+  if (::getpid() != address_.pid) return;  // a forked child must not punch holes in its parent
+  std::lock_guard lock(mutex_);
+  auto found = used_.find(offset(block));
+  auto [start, length] = *found;
+  used_.erase(found);
+  ::fallocate(address_.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, off_t(start), off_t(length));
+  auto next = free_.lower_bound(start);
+  if (next != free_.end() && start + length == next->first) {
+    length += next->second;
+    next = free_.erase(next);
+  }
+  if (next != free_.begin()) {
+    auto previous = std::prev(next);
+    if (previous->first + previous->second == start) {
+      previous->second += length;
+      return;
+    }
+  }
+  free_[start] = length;
+}
+
+bool Heap::contains(const void* data, size_t bytes) const {
+  auto* at = static_cast<const std::byte*>(data);
+  return at >= base_ && at + bytes <= base_ + address_.size;
+}
+
+size_t Heap::used() const {
+  std::lock_guard lock(mutex_);
+  size_t total = 0;
+  for (auto& [start, length] : used_) total += length;
+  return total;
+}
+
+std::shared_ptr<HeapView> HeapView::open(const HeapAddress& address) {
+  static std::mutex mutex;
+  static auto& views = *new std::map<std::pair<int32_t, uint64_t>, std::weak_ptr<HeapView>>;
+  std::lock_guard lock(mutex);
+  auto& known = views[{address.pid, address.nonce}];
+  if (auto view = known.lock()) return view;
+
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/%d/fd/%d", address.pid, address.fd);
+  int fd = ::open(path, O_RDWR | O_CLOEXEC);
+  if (fd < 0)
+    throw Failure(Kind::Backend, "cannot reach the shared memory of process " + std::to_string(address.pid) +
+                                     ": " + path + ": " + errno_text() +
+                                     " (ranks on one machine must run as one user in one pid namespace)");
+  struct stat info{};
+  void* base = MAP_FAILED;
+  if (::fstat(fd, &info) == 0 && uint64_t(info.st_size) == address.size)
+    base = ::mmap(nullptr, address.size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+  ::close(fd);
+  auto* header = static_cast<HeapHeader*>(base);
+  if (base == MAP_FAILED || std::memcmp(header->magic, kMagic, sizeof kMagic) != 0 ||
+      header->nonce != address.nonce) {
+    if (base != MAP_FAILED) ::munmap(base, address.size);
+    throw Failure(Kind::Backend, "process " + std::to_string(address.pid) +
+                                     " is not the peer that was announced (it may have ended)");
+  }
+  ::madvise(base, address.size, MADV_HUGEPAGE);
+  std::erase_if(views, [](auto& entry) { return entry.second.expired(); });
+  std::shared_ptr<HeapView> view(new HeapView(static_cast<std::byte*>(base), address.size));
+  views[{address.pid, address.nonce}] = view;
+  return view;
+}
+
+HeapView::~HeapView() { ::munmap(base_, size_); }
+
+Block Block::shared(size_t bytes) {
+  auto heap = Heap::mine();
+  std::byte* data = heap->allocate(bytes);
+  return Block({data, [heap](std::byte* block) { heap->release(block); }}, bytes);
+}
+
+Block Block::plain(size_t bytes) {
+  // Anonymous memory: zeroed, page aligned, and untouched pages cost nothing.
+  void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (data == MAP_FAILED)
+    throw Failure(Kind::Memory, "cannot allocate " + std::to_string(bytes) + " bytes: " + errno_text());
+  return Block({static_cast<std::byte*>(data), [bytes](std::byte* block) { ::munmap(block, bytes); }}, bytes);
+}
+
+}  // namespace phalanx

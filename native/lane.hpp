@@ -1,0 +1,78 @@
+// The order of a group's collectives on one rank. A call on an idle lane runs at once on the
+// caller's thread; an asynchronous one, or one that finds others before it, goes through the queue.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "wait.hpp"
+
+namespace phalanx {
+
+// One call in the queue.
+class Job {
+ public:
+  explicit Job(std::function<void()> body) : body_(std::move(body)) {}
+  bool done() const;
+  std::exception_ptr error() const;  // once done; null if it went well
+  bool wait(Clock::time_point until);  // false if it is not done by then
+
+ private:
+  friend class Lane;
+  void run();
+  std::function<void()> body_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = false;
+  std::exception_ptr error_;
+};
+
+class Lane {
+ public:
+  Lane() = default;
+  ~Lane() { close(); }
+  std::shared_ptr<Job> submit(std::function<void()> body);
+
+  // Run now if the lane is idle, else after those before it; returns when it is done.
+  template <class Body>
+  void run(Body&& body) {
+    {
+      std::unique_lock lock(mutex_);
+      if (busy_ || !queue_.empty()) {
+        lock.unlock();
+        auto job = submit(std::forward<Body>(body));
+        while (!job->wait(Clock::now() + kSlice)) check_interrupt();
+        if (job->error()) std::rethrow_exception(job->error());
+        return;
+      }
+      busy_ = true;
+    }
+    struct Leave {
+      Lane& lane;
+      ~Leave() {
+        std::lock_guard lock(lane.mutex_);
+        lane.busy_ = false;
+        if (!lane.queue_.empty()) lane.changed_.notify_one();
+      }
+    } leave{*this};
+    body();
+  }
+
+  void close();  // waits for what is in the queue
+
+ private:
+  void work();
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::shared_ptr<Job>> queue_;
+  std::thread worker_;
+  bool busy_ = false;
+  bool closing_ = false;
+};
+
+}  // namespace phalanx

@@ -1,0 +1,424 @@
+#include "mailbox.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace phalanx {
+namespace {
+
+constexpr size_t kBuffered = 64 << 10;  // messages up to here are copied at once
+constexpr size_t kPipe = 512 << 10;     // what a pipe holds
+constexpr size_t kGulp = 64 << 10;      // moved at a time, so that both ends work together
+constexpr size_t kSparePipes = 8;
+constexpr size_t kBacklog = 1024;  // small messages a rank may have waiting for free cells
+
+}  // namespace
+
+Mailbox::Mailbox(std::shared_ptr<Board> board, int rank, std::string group)
+    : board_(std::move(board)),
+      rank_(rank),
+      group_(std::move(group)),
+      sent_(board_->size()),
+      received_(board_->size()),
+      outbox_(board_->size()) {}
+
+Mailbox::~Mailbox() { close(); }
+
+void Mailbox::close() {
+  {
+    std::lock_guard lock(mutex_);
+    closing_ = true;
+  }
+  wake_courier_.notify_all();
+  bell().wake();
+  if (courier_.joinable()) courier_.join();
+  std::lock_guard lock(mutex_);
+  auto drop = [&](auto& open) {
+    for (auto& delivery : open) {
+      if (delivery->state == Delivery::State::Open)
+        fail(*delivery, Kind::Backend, headline(*delivery) + ": the group was destroyed before it was done");
+      // What is on its way may still be read by its receiver.
+      if (delivery->pipe_block) board_->park(std::move(delivery->pipe_block));
+    }
+    open.clear();
+  };
+  for (auto& box : outbox_) drop(box);
+  waiting_out_ = 0;
+  drop(streams_out_);
+  drop(streams_in_);
+  drop(asked_);
+  for (Letter& letter : letters_)
+    if (letter.pipe) letter.pipe->state.store(Pipe::Refused);
+  letters_.clear();
+}
+
+std::string Mailbox::headline(const Delivery& delivery) const {
+  std::string text = std::string(phalanx::name(delivery.op)) + "(" + phalanx::name(delivery.dtype) + "[" +
+                     std::to_string(delivery.view.count) + "], tag=" + std::to_string(delivery.tag) + ") ";
+  text += delivery.op == Op::Send ? "to " : "from ";
+  text += delivery.peer < 0 ? "any rank" : "rank " + std::to_string(delivery.peer);
+  return text + " on group '" + group_ + "', rank " + std::to_string(rank_) + ", at " + delivery.site;
+}
+
+void Mailbox::start(const std::shared_ptr<Delivery>& delivery, bool linger) {
+  board_->check_broken();
+  size_t bytes = delivery->bytes();
+  bool strided = delivery->view.layout != nullptr;
+  if (strided) delivery->dense.reset(new std::byte[std::max<size_t>(bytes, 1)]);
+  delivery->data = strided ? delivery->dense.get() : delivery->view.data;
+
+  std::lock_guard lock(mutex_);
+  if (closing_) throw Failure(Kind::Backend, headline(*delivery) + ": the group is destroyed");
+  if (delivery->op == Op::Recv) {
+    progress();
+    if (!match(*delivery)) asked_.push_back(delivery);
+    else if (delivery->state == Delivery::State::Open) streams_in_.push_back(delivery);
+  } else {
+    if (strided) pack(delivery->data, delivery->view.data, *delivery->view.layout, item_size(delivery->dtype));
+    if (bytes > sizeof(Cell::payload)) open_pipe(*delivery, bytes);
+    if (outbox_[delivery->peer].empty() && push(*delivery)) {
+      if (delivery->pipe) streams_out_.push_back(delivery);
+      else finish(*delivery);
+    } else {
+      // No free cell: a small message is copied so that its sender can go on.
+      if (!delivery->pipe && waiting_out_ < kBacklog) {
+        if (!strided && bytes) {
+          delivery->dense.reset(new std::byte[bytes]);
+          std::memcpy(delivery->dense.get(), delivery->data, bytes);
+          delivery->data = delivery->dense.get();
+        }
+        delivery->buffered = true;
+      }
+      outbox_[delivery->peer].push_back(delivery);
+      ++waiting_out_;
+    }
+    if (delivery->pipe) pump_out(*delivery);
+    if (delivery->buffered) finish(*delivery);
+  }
+  bool open = delivery->state == Delivery::State::Open;
+  if ((linger && open) || (delivery->buffered && waiting_out_)) {
+    if (!courier_.joinable()) courier_ = std::thread([this] { run_courier(); });
+    else wake_courier_.notify_all();
+  }
+}
+
+void Mailbox::open_pipe(Delivery& delivery, size_t bytes) {
+  uint64_t direct = bytes > kBuffered ? board_->share(delivery.data, bytes) : 0;
+  auto spare = std::find_if(spare_pipes_.begin(), spare_pipes_.end(), [&](Block& block) {
+    return direct || block.size() >= sizeof(Pipe) + std::min(bytes, kPipe);
+  });
+  if (spare != spare_pipes_.end()) {
+    delivery.pipe_block = std::move(*spare);
+    spare_pipes_.erase(spare);
+  } else {
+    size_t capacity = direct ? 0 : bytes <= kBuffered ? kBuffered : kPipe;
+    delivery.pipe_block = board_->allocate(sizeof(Pipe) + capacity);
+  }
+  Pipe* pipe = delivery.pipe = reinterpret_cast<Pipe*>(delivery.pipe_block.data());
+  pipe->direct = direct;
+  pipe->bytes = bytes;
+  pipe->capacity = delivery.pipe_block.size() - sizeof(Pipe);
+  pipe->filled.store(0, std::memory_order_relaxed);
+  pipe->drained.store(0, std::memory_order_relaxed);
+  pipe->state.store(Pipe::Open, std::memory_order_relaxed);
+  delivery.buffered = bytes <= kBuffered;
+}
+
+// Put a send into the next cell of its ring; false if that cell is not free yet.
+bool Mailbox::push(Delivery& delivery) {
+  uint32_t number = sent_[delivery.peer];
+  Cell& cell = board_->cells(rank_, delivery.peer)[number % kCells];
+  // Acquire: the receiver has read the cell's last message before it is overwritten.
+  if (cell.turn.load(std::memory_order_acquire) != number / kCells * 2) return false;
+  cell.tag = delivery.tag;
+  cell.dtype = delivery.dtype;
+  cell.count = delivery.view.count;
+  cell.piped = delivery.pipe != nullptr;
+  if (cell.piped)
+    cell.pipe = board_->share(delivery.pipe, sizeof(Pipe));
+  else if (size_t bytes = delivery.bytes())
+    std::memcpy(cell.payload, delivery.data, bytes);
+  cell.turn.store(number / kCells * 2 + 1, std::memory_order_release);
+  sent_[delivery.peer] = number + 1;
+  board_->seat(delivery.peer).mail.ring();
+  return true;
+}
+
+// Move a send's bytes into its pipe; true if something moved.
+bool Mailbox::pump_out(Delivery& delivery) {
+  Pipe& pipe = *delivery.pipe;
+  if (delivery.state == Delivery::State::Open && pipe.state.load(std::memory_order_acquire) == Pipe::Refused) {
+    fail(delivery, Kind::Mismatch, headline(delivery) + ": the receiver asked for something else and refused the message");
+    return true;
+  }
+  // Acquire: the receiver has read what is overwritten here. Release: it sees what is written.
+  uint64_t drained = pipe.drained.load(std::memory_order_acquire);
+  if (pipe.direct) {
+    if (drained < pipe.bytes) return false;
+    finish(delivery);
+    return true;
+  }
+  bool moved = false;
+  uint64_t filled = pipe.filled.load(std::memory_order_relaxed);
+  while (filled < pipe.bytes && filled - drained < pipe.capacity) {
+    size_t at = filled % pipe.capacity;
+    size_t length = std::min({kGulp, size_t(pipe.bytes - filled), size_t(pipe.capacity - (filled - drained)), size_t(pipe.capacity - at)});
+    std::memcpy(pipe.data + at, delivery.data + filled, length);
+    filled += length;
+    pipe.filled.store(filled, std::memory_order_release);
+    board_->seat(delivery.peer).mail.ring();
+    drained = pipe.drained.load(std::memory_order_acquire);
+    moved = true;
+  }
+  if (filled == pipe.bytes && delivery.state == Delivery::State::Open) {
+    finish(delivery);
+    moved = true;
+  }
+  return moved;
+}
+
+// Move a recv's bytes out of its pipe; true if something moved.
+bool Mailbox::pump_in(Delivery& delivery) {
+  Pipe& pipe = *delivery.pipe;
+  if (pipe.state.load(std::memory_order_acquire) == Pipe::Abandoned) {
+    fail(delivery, Kind::PeerFailed, headline(delivery) + ": the sender gave up in the middle of the message");
+    return true;
+  }
+  // Once `drained` says that all is read, the pipe is the sender's again: it is not touched after.
+  const uint64_t bytes = delivery.bytes(), capacity = pipe.capacity;
+  const uint64_t before = pipe.drained.load(std::memory_order_relaxed);
+  uint64_t drained = before;
+  auto advance = [&](uint64_t length) {
+    drained += length;
+    pipe.drained.store(drained, std::memory_order_release);
+    board_->seat(delivery.source).mail.ring();
+  };
+  if (pipe.direct) {
+    phalanx::copy(delivery.data, board_->reach(delivery.source, pipe.direct), bytes);
+    advance(bytes);
+  }
+  while (drained < bytes) {
+    uint64_t filled = pipe.filled.load(std::memory_order_acquire);
+    if (drained == filled) break;
+    size_t at = drained % capacity;
+    size_t length = std::min({kGulp, size_t(filled - drained), size_t(capacity - at)});
+    phalanx::copy(delivery.data + drained, pipe.data + at, length, bytes >= stream_threshold ? 0 : SIZE_MAX);
+    advance(length);
+  }
+  if (drained == bytes) finish(delivery);
+  return drained > before;
+}
+
+// Take what has arrived from one rank out of its cells.
+bool Mailbox::collect(int from) {
+  bool moved = false;
+  for (;;) {
+    uint32_t number = received_[from];
+    Cell& cell = board_->cells(from, rank_)[number % kCells];
+    if (cell.turn.load(std::memory_order_acquire) != number / kCells * 2 + 1) return moved;
+    Letter letter{from, cell.tag, cell.dtype, cell.count, nullptr, nullptr};
+    if (cell.piped) letter.pipe = reinterpret_cast<Pipe*>(board_->reach(from, cell.pipe));
+    auto recv = std::find_if(asked_.begin(), asked_.end(), [&](auto& open) {
+      return (open->peer < 0 || open->peer == from) && open->tag == letter.tag;
+    });
+    size_t bytes = letter.count * item_size(letter.dtype);
+    if (recv == asked_.end()) {
+      if (!letter.pipe && bytes) {
+        letter.payload.reset(new std::byte[bytes]);
+        std::memcpy(letter.payload.get(), cell.payload, bytes);
+      }
+      letters_.push_back(std::move(letter));
+    } else {
+      auto delivery = *recv;
+      asked_.erase(recv);
+      if (!letter.pipe && letter.count == delivery->view.count && letter.dtype == delivery->dtype) {
+        if (bytes) std::memcpy(delivery->data, cell.payload, bytes);
+        delivery->source = from;
+        finish(*delivery);
+      } else {
+        accept(*delivery, letter);
+        if (delivery->state == Delivery::State::Open) streams_in_.push_back(delivery);
+      }
+    }
+    cell.turn.store(number / kCells * 2 + 2, std::memory_order_release);
+    received_[from] = number + 1;
+    board_->seat(from).mail.ring();  // it may wait for a free cell
+    moved = true;
+  }
+}
+
+// Find a letter for a new recv; true if there was one.
+bool Mailbox::match(Delivery& recv) {
+  auto letter = std::find_if(letters_.begin(), letters_.end(), [&](Letter& letter) {
+    return (recv.peer < 0 || recv.peer == letter.from) && recv.tag == letter.tag;
+  });
+  if (letter == letters_.end()) return false;
+  accept(recv, *letter);
+  letters_.erase(letter);
+  return true;
+}
+
+void Mailbox::accept(Delivery& recv, Letter& letter) {
+  recv.source = letter.from;
+  if (letter.dtype != recv.dtype || letter.count != recv.view.count) {
+    if (letter.pipe) letter.pipe->state.store(Pipe::Refused, std::memory_order_release);
+    board_->seat(letter.from).mail.ring();
+    fail(recv, Kind::Mismatch, headline(recv) + ": rank " + std::to_string(letter.from) + " sent " + phalanx::name(letter.dtype) +
+                                   "[" + std::to_string(letter.count) + "]; nothing was written");
+    return;
+  }
+  recv.pipe = letter.pipe;
+  if (letter.pipe) {
+    pump_in(recv);
+  } else {
+    if (recv.bytes()) std::memcpy(recv.data, letter.payload.get(), recv.bytes());
+    finish(recv);
+  }
+}
+
+void Mailbox::finish(Delivery& delivery) {
+  if (delivery.op == Op::Recv && delivery.view.layout)
+    unpack(delivery.view.data, delivery.data, *delivery.view.layout, item_size(delivery.dtype));
+  delivery.keep.reset();
+  if (delivery.op == Op::Recv) delivery.pipe = nullptr;
+  delivery.state.store(Delivery::State::Done, std::memory_order_release);
+  bell().ring();
+}
+
+void Mailbox::fail(Delivery& delivery, Kind kind, const std::string& why) {
+  delivery.error = std::make_exception_ptr(Failure(kind, why));
+  if (delivery.pipe && delivery.op == Op::Send) delivery.pipe->state.store(Pipe::Abandoned);
+  if (delivery.pipe && delivery.op == Op::Recv) delivery.pipe->state.store(Pipe::Refused);
+  delivery.keep.reset();
+  delivery.state.store(Delivery::State::Failed, std::memory_order_release);
+  bell().ring();
+}
+
+bool Mailbox::progress() {
+  bool moved = false;
+  for (int peer = 0; peer < board_->size(); ++peer) moved |= collect(peer);
+  for (auto& box : outbox_) {
+    while (!box.empty()) {
+      auto delivery = box.front();
+      if (delivery->state == Delivery::State::Failed) {
+        box.pop_front();
+        --waiting_out_;
+        continue;
+      }
+      if (!push(*delivery)) break;
+      box.pop_front();
+      --waiting_out_;
+      moved = true;
+      if (delivery->pipe) streams_out_.push_back(delivery);
+      else if (delivery->state == Delivery::State::Open) finish(*delivery);
+    }
+  }
+  for (auto it = streams_in_.begin(); it != streams_in_.end();) {
+    moved |= pump_in(**it);
+    it = (*it)->state == Delivery::State::Open ? std::next(it) : streams_in_.erase(it);
+  }
+  for (auto it = streams_out_.begin(); it != streams_out_.end();) {
+    Delivery& delivery = **it;
+    if (delivery.state != Delivery::State::Failed) moved |= pump_out(delivery);
+    // The pipe stays until the receiver has read it to the end, or will never do so.
+    bool emptied = delivery.pipe->drained.load(std::memory_order_acquire) == delivery.pipe->bytes ||
+                   delivery.pipe->state.load(std::memory_order_acquire) == Pipe::Refused;
+    if (emptied && delivery.state != Delivery::State::Open) {
+      if (spare_pipes_.size() < kSparePipes) spare_pipes_.push_back(std::move(delivery.pipe_block));
+      it = streams_out_.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  return moved;
+}
+
+// Fail what can no longer come to an end.
+void Mailbox::inspect(bool quiet) {
+  std::optional<Failure> broken;
+  try {
+    board_->check_broken();
+  } catch (const Failure& failure) {
+    broken = failure;
+  }
+  std::vector<std::string> ends(board_->size());
+  int others_gone = 0;
+  for (int peer = 0; peer < board_->size(); ++peer) {
+    if (peer != rank_) ends[peer] = board_->obituary(peer, quiet);
+    others_gone += !ends[peer].empty();
+  }
+  progress();  // what a peer did before its end still counts
+
+  auto judge = [&](Delivery& delivery) {
+    if (delivery.state != Delivery::State::Open) return;
+    int peer = delivery.source >= 0 ? delivery.source : delivery.peer;
+    if (broken) {
+      fail(delivery, broken->kind, headline(delivery) + ": the group is broken: " + broken->what());
+    } else if (peer >= 0 && !ends[peer].empty()) {
+      fail(delivery, Kind::PeerFailed, headline(delivery) + ": " + ends[peer]);
+    } else if (peer < 0 && others_gone > 0 && others_gone == board_->size() - 1) {
+      fail(delivery, Kind::PeerFailed, headline(delivery) + ": all the other ranks are gone");
+    } else if (delivery.deadline.passed()) {
+      fail(delivery, Kind::Timeout, headline(delivery) + ": timed out after " + std::to_string(delivery.timeout) + " s");
+    }
+  };
+  auto failed = [](auto& delivery) { return delivery->state == Delivery::State::Failed; };
+  for (auto* open : {&asked_, &streams_in_, &streams_out_})
+    for (auto& delivery : *open) judge(*delivery);
+  asked_.remove_if(failed);
+  streams_in_.remove_if(failed);
+  streams_out_.remove_if([&](auto& delivery) { return !ends[delivery->peer].empty(); });
+  for (auto& box : outbox_) {
+    for (auto& delivery : box) judge(*delivery);
+    waiting_out_ -= std::erase_if(box, [&](auto& delivery) { return failed(delivery) || !ends[delivery->peer].empty(); });
+  }
+}
+
+void Mailbox::wait(Delivery& delivery, const Deadline& patience) {
+  auto ready = [&] {
+    if (delivery.state.load(std::memory_order_acquire) != Delivery::State::Open) return true;
+    std::lock_guard lock(mutex_);
+    progress();
+    return delivery.state.load(std::memory_order_relaxed) != Delivery::State::Open;
+  };
+  const Deadline& sooner = patience.at() < delivery.deadline.at() ? patience : delivery.deadline;
+  Spin spin{!board_->crowded()};
+  wait_until(bell(), spin, sooner, ready, [&](bool quiet) {
+    {
+      std::lock_guard lock(mutex_);
+      inspect(quiet);
+      if (delivery.state != Delivery::State::Open) return;
+      if (patience.passed()) throw Failure(Kind::Timeout, headline(delivery) + ": not done when wait() timed out");
+    }
+    if (quiet) check_interrupt();
+  });
+  if (delivery.state == Delivery::State::Failed) std::rethrow_exception(delivery.error);
+}
+
+bool Mailbox::idle() const {
+  return waiting_out_ == 0 && asked_.empty() && streams_in_.empty() &&
+         std::none_of(streams_out_.begin(), streams_out_.end(),
+                      [](auto& delivery) { return delivery->state == Delivery::State::Open; });
+}
+
+void Mailbox::run_courier() {
+  for (;;) {
+    {
+      std::unique_lock lock(mutex_);
+      wake_courier_.wait(lock, [&] { return closing_ || !idle(); });
+      if (closing_) return;
+    }
+    auto at_rest = [&] {
+      std::lock_guard lock(mutex_);
+      progress();
+      return closing_ || idle();
+    };
+    Spin spin{false};
+    wait_until(bell(), spin, Deadline::in(-1), at_rest, [&](bool quiet) {
+      std::lock_guard lock(mutex_);
+      inspect(quiet);
+    });
+  }
+}
+
+}  // namespace phalanx

@@ -1,0 +1,134 @@
+// Point-to-point messages of one rank of a group: tagged send and recv, any source, messages to
+// oneself. Between each two ranks runs a ring of cells; a small message travels in its cell, a
+// larger one through a pipe that the cell points to, or straight from the sender's memory where the
+// receiver can reach it.
+//
+// A message of up to kBuffered bytes is copied at once, so its sender never waits for the receiver.
+// Deliveries move on whenever any thread of the rank waits in here; while an asynchronous one is
+// open, a courier thread sees to it.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <exception>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <thread>
+
+#include "group.hpp"
+
+namespace phalanx {
+
+constexpr uint32_t kCells = 8;
+
+struct alignas(64) Cell {
+  std::atomic<uint32_t> turn;  // twice the lap: free; one more: full
+  int32_t tag;
+  DType dtype;
+  bool piped;
+  uint64_t count;  // elements
+  uint64_t pipe;   // shared address of the Pipe
+  std::byte payload[224];
+};
+static_assert(sizeof(Cell) == 256);
+
+// Where a message that does not fit into a cell passes from the sender's memory to the receiver's.
+struct Pipe {
+  enum State : uint32_t { Open, Refused, Abandoned };
+  uint64_t direct;    // shared address of the whole message, or 0 if it flows through `data`
+  uint64_t bytes;     // of the message
+  uint64_t capacity;  // of `data`
+  alignas(64) std::atomic<uint64_t> filled;   // by the sender
+  alignas(64) std::atomic<uint64_t> drained;  // by the receiver
+  std::atomic<State> state;
+  alignas(64) std::byte data[];
+};
+
+// One send or recv, from its call to its end.
+struct Delivery {
+  enum class State { Open, Done, Failed };
+  Delivery(Op op, int peer, int tag, DType dtype, View view, double timeout)
+      : op(op), peer(peer), tag(tag), dtype(dtype), view(std::move(view)), deadline(Deadline::in(timeout)), timeout(timeout) {}
+  Op op;
+  int peer;  // -1: any source
+  int tag;
+  DType dtype;
+  View view;
+  Deadline deadline;
+  double timeout;
+  char site[80] = {};
+  std::shared_ptr<void> keep;  // what must live until the end
+
+  std::atomic<State> state{State::Open};
+  std::exception_ptr error;  // set before state becomes Failed
+  int source = -1;           // of a recv that is done
+
+  size_t bytes() const { return view.count * item_size(dtype); }
+
+ private:
+  friend class Mailbox;
+  std::unique_ptr<std::byte[]> dense;  // stands in for a strided view, or keeps a buffered message
+  std::byte* data = nullptr;
+  Block pipe_block;
+  Pipe* pipe = nullptr;
+  bool buffered = false;  // done for its caller, though not yet on its way
+};
+
+class Mailbox {
+ public:
+  Mailbox(std::shared_ptr<Board> board, int rank, std::string group);
+  ~Mailbox();
+
+  // Begin a delivery. If `linger` it will end without anybody waiting for it.
+  void start(const std::shared_ptr<Delivery>& delivery, bool linger);
+  // Wait for its end, no longer than `patience`; throws what made it fail.
+  void wait(Delivery& delivery, const Deadline& patience);
+  void close();
+
+ private:
+  struct Letter {  // arrived before anybody asked for it
+    int from;
+    int32_t tag;
+    DType dtype;
+    uint64_t count;
+    Pipe* pipe;
+    std::unique_ptr<std::byte[]> payload;
+  };
+  using Deliveries = std::list<std::shared_ptr<Delivery>>;
+
+  bool progress();  // all that can move without waiting; true if something did
+  bool push(Delivery& delivery);
+  bool pump_out(Delivery& delivery);
+  bool pump_in(Delivery& delivery);
+  bool collect(int from);
+  bool match(Delivery& recv);
+  void accept(Delivery& recv, Letter& letter);
+  void finish(Delivery& delivery);
+  void fail(Delivery& delivery, Kind kind, const std::string& why);
+  void inspect(bool quiet);
+  bool idle() const;
+  void open_pipe(Delivery& delivery, size_t capacity);
+  std::string headline(const Delivery& delivery) const;
+  void run_courier();
+  Bell& bell() { return board_->seat(rank_).mail; }
+
+  std::shared_ptr<Board> board_;
+  int rank_;
+  std::string group_;
+  std::mutex mutex_;
+  std::condition_variable wake_courier_;
+  std::thread courier_;
+  bool closing_ = false;
+
+  std::vector<uint32_t> sent_, received_;                   // cells used so far, per peer
+  std::vector<std::deque<std::shared_ptr<Delivery>>> outbox_;  // sends that have no cell yet, per peer
+  size_t waiting_out_ = 0;                                  // deliveries in all outboxes
+  Deliveries streams_out_, streams_in_;                     // sends and recvs that have a pipe
+  Deliveries asked_;                                        // recvs that have met no letter
+  std::list<Letter> letters_;
+  std::vector<Block> spare_pipes_;
+};
+
+}  // namespace phalanx

@@ -1,0 +1,225 @@
+// Operations that combine data: all_reduce, reduce, reduce_scatter. The vector is cut into one piece
+// per rank; each rank combines its piece from all ranks, always in rank order, so that results are
+// the same bits on every rank, in every run, and whichever of the three ways below is taken.
+#include <algorithm>
+#include <cstring>
+
+#include "group.hpp"
+
+namespace phalanx {
+namespace {
+
+// Up to here every rank combines the whole vector by itself, which saves a tick.
+constexpr size_t kInlineTotal = 128 << 10;
+
+// One reduction over the ranks of a group: gathers the sources and runs the kernel.
+class Combine {
+ public:
+  Combine(const Call& call, int size) : reduction_{call.dtype, call.reduce}, srcs_(size), factors_(size, 1.0) {}
+  void source(int rank, const std::byte* data) { srcs_[rank] = data; }
+  void factor(int rank, double factor) { factors_[rank] = factor; }
+  void into(std::span<void* const> dsts, size_t count) {
+    reduction_.factors = factors_.data();
+    phalanx::reduce(reduction_, dsts, srcs_, count);
+  }
+  void into(void* dst, size_t count) { into({&dst, 1}, count); }
+
+ private:
+  Reduction reduction_;
+  std::vector<const void*> srcs_;
+  std::vector<double> factors_;
+};
+
+bool apart(const View& a, const View& b, size_t item) {
+  return a.data + a.count * item <= b.data || b.data + b.count * item <= a.data;
+}
+
+}  // namespace
+
+// The part of the vector that a rank combines, as this rank holds it.
+View Group::piece(const Call& call, size_t item, int rank) const {
+  if (call.op == Op::ReduceScatter) return call.inputs[rank];
+  const View& whole = call.inputs[0];
+  size_t unit = std::max<size_t>(64 / item, 1);
+  size_t share = ((whole.count + size() - 1) / size() + unit - 1) / unit * unit;
+  size_t begin = std::min(whole.count, share * rank), end = std::min(whole.count, begin + share);
+  return {whole.data + begin * item, end - begin, nullptr};
+}
+
+void Group::reduce(Passage& passage) {
+  Call& call = passage.call;
+  const int p = size();
+  const size_t item = passage.item;
+  const bool scatters = call.op == Op::ReduceScatter;
+  if (!reducible(call.dtype, call.reduce))
+    throw Failure(Kind::Invalid, std::string(phalanx::name(call.op)) + ": " + phalanx::name(call.reduce) +
+                                     " is not defined for " + phalanx::name(call.dtype));
+  size_t bytes = 0;
+  for (const View& input : call.inputs) {
+    bytes += input.count * item;
+    if (scatters) passage.posting.detail = mix(passage.posting.detail, input.count);
+  }
+  passage.posting.bytes = bytes;
+  if (p == 1) {
+    meet(passage, Offer::Nothing);
+    Combine combine(call, 1);
+    combine.source(0, call.inputs[0].data);
+    combine.factor(0, call.factor);
+    return combine.into(call.outputs[0].data, call.outputs[0].count);
+  }
+  if (bytes <= Board::kSlot && bytes * p <= kInlineTotal) return reduce_inline(passage, bytes);
+
+  // An output that lies across inputs which the others have yet to read is written at the end.
+  std::unique_ptr<std::byte[]> aside;
+  View result = scatters ? call.outputs[0] : View{};
+  for (int rank = 0; scatters && !aside && rank < p; ++rank) {
+    const View& input = call.inputs[rank];
+    bool in_place = rank == rank_ && input.data == result.data;
+    if (!in_place && !apart(input, result, item)) aside.reset(new std::byte[result.count * item]);
+  }
+  if (aside) call.outputs[0].data = aside.get();
+
+  bool direct = true;
+  for (int rank = 0; rank < int(call.inputs.size()); ++rank) {
+    const View& input = call.inputs[rank];
+    uint64_t shared = board_->share(input.data, input.count * item);
+    if (!shared && input.count) direct = false;
+    if (scatters)
+      board_->parcel(rank_, rank, passage.sequence).data = shared;
+    else
+      passage.posting.data = shared;
+  }
+  // Threads reach everything. Processes keep a stage ready even for a Direct offer, for the case that
+  // another rank's tensor is an ordinary one.
+  if (!board_->threads()) passage.posting.stage = need_stage();
+  // The first pieces are filled before the meeting, which then is their tick as well; that needs
+  // nothing from the others and writes nothing of the user's.
+  if (!direct) fill(passage, 0);
+  meet(passage, direct ? Offer::Direct : Offer::Staged);
+  int direct_ranks = 0;
+  for (int rank = 0; rank < p; ++rank) direct_ranks += offer_of(rank) == Offer::Direct;
+  if (direct_ranks == p)
+    reduce_direct(passage);
+  else
+    reduce_staged(passage, direct_ranks == 0);
+  if (aside) std::memcpy(result.data, aside.get(), result.count * item);
+}
+
+// Every rank's whole vector is in its seat: one meeting and it is done.
+void Group::reduce_inline(Passage& passage, size_t bytes) {
+  Call& call = passage.call;
+  std::byte* area = inline_area(rank_, clock_ + 1, passage.sequence, bytes);
+  size_t start = 0, filled = 0;
+  for (size_t i = 0; i < call.inputs.size(); ++i) {
+    if (i == size_t(rank_)) start = filled;
+    size_t length = call.inputs[i].count * passage.item;
+    if (length) std::memcpy(area + filled, call.inputs[i].data, length);
+    filled += length;
+  }
+  if (call.op != Op::ReduceScatter) start = 0;
+  meet(passage, Offer::Inline);
+  if (call.outputs.empty() || call.outputs[0].count == 0) return;
+  Combine combine(call, size());
+  for (int rank = 0; rank < size(); ++rank) {
+    combine.source(rank, inline_area(rank, clock_, passage.sequence, bytes) + start);
+    if (call.reduce == Reduce::PremulSum) combine.factor(rank, board_->posting(rank, passage.sequence).factor);
+  }
+  combine.into(call.outputs[0].data, call.outputs[0].count);
+}
+
+// Every rank reads the others' vectors where they are and writes results where they belong.
+void Group::reduce_direct(Passage& passage) {
+  Call& call = passage.call;
+  View mine = piece(call, passage.item, rank_);
+  size_t begin = call.op == Op::ReduceScatter ? 0 : mine.data - call.inputs[0].data;
+  Combine combine(call, size());
+  std::vector<void*> results;
+  for (int rank = 0; rank < size(); ++rank) {
+    const Posting& posting = board_->posting(rank, passage.sequence);
+    combine.factor(rank, posting.factor);
+    if (call.op == Op::ReduceScatter) {
+      combine.source(rank, board_->reach(rank, board_->parcel(rank, rank_, passage.sequence).data));
+    } else {
+      std::byte* data = board_->reach(rank, posting.data) + begin;
+      combine.source(rank, data);
+      if (call.op == Op::AllReduce || rank == call.root) results.push_back(data);
+    }
+  }
+  if (call.op == Op::ReduceScatter) results.push_back(call.outputs[0].data);
+  if (mine.count) combine.into(results, mine.count);
+  tick(passage);
+}
+
+// How many elements of each piece pass through a stage at a time.
+size_t Group::stride(const Passage& passage) const {
+  size_t unit = std::max<size_t>(64 / passage.item, 1);
+  return std::max<size_t>(chunk_ / size() / passage.item / unit, 1) * unit;
+}
+
+// Copy the step'th part of every other rank's piece into this rank's stage.
+void Group::fill(const Passage& passage, uint32_t step) {
+  size_t elements = stride(passage);
+  std::byte* at = stage_.data() + ((turn_ + step) & 1) * chunk_;
+  for (int rank = 0; rank < size(); ++rank, at += elements * passage.item) {
+    View other = piece(passage.call, passage.item, rank);
+    size_t begin = step * elements;
+    if (rank == rank_ || begin >= other.count) continue;
+    std::memcpy(at, other.data + begin * passage.item, std::min(elements, other.count - begin) * passage.item);
+  }
+}
+
+// A pipeline with one tick per step: while the parts of one step are filled, those of the step
+// before are combined, and results of the one before that are copied out.
+void Group::reduce_staged(Passage& passage, bool filled) {
+  Call& call = passage.call;
+  const int p = size();
+  const size_t item = passage.item, elements = stride(passage);
+  const bool scatters = call.op == Op::ReduceScatter;
+  const bool wants_all = call.op == Op::AllReduce || rank_ == call.root;
+
+  size_t longest = 0;
+  for (int rank = 0; rank < p; ++rank) longest = std::max(longest, piece(call, item, rank).count);
+  const uint32_t steps = uint32_t((longest + elements - 1) / elements);
+  const uint32_t last = scatters ? steps : steps + 1;
+  View mine = piece(call, item, rank_);
+  std::byte* result = scatters        ? call.outputs[0].data
+                      : wants_all ? call.outputs[0].data + (mine.data - call.inputs[0].data)
+                                  : nullptr;
+  Combine combine(call, p);
+  std::vector<std::byte*> stages(p), outs(p);
+  for (int rank = 0; rank < p; ++rank) {
+    combine.factor(rank, board_->posting(rank, passage.sequence).factor);
+    stages[rank] = board_->reach(rank, board_->posting(rank, passage.sequence).stage);
+    outs[rank] = stages[rank] + 2 * chunk_;
+  }
+
+  for (uint32_t step = filled ? 1 : 0; step <= last; ++step) {
+    if (step < steps) fill(passage, step);
+    if (size_t begin = (step - 1) * elements; step >= 1 && step <= steps && begin < mine.count) {
+      size_t place = ((turn_ + step - 1) & 1) * chunk_ + size_t(rank_) * elements * item;
+      size_t count = std::min(elements, mine.count - begin);
+      for (int rank = 0; rank < p; ++rank)
+        combine.source(rank, rank == rank_ ? mine.data + begin * item : stages[rank] + place);
+      void* dsts[2];
+      size_t wanted = 0;
+      if (result) dsts[wanted++] = result + begin * item;
+      if (!scatters && !(call.op == Op::Reduce && rank_ == call.root))
+        dsts[wanted++] = outs[rank_] + ((turn_ + step - 1) & 1) * (chunk_ / 2);
+      combine.into({dsts, wanted}, count);
+    }
+    if (step >= 2 && !scatters && wants_all) {
+      size_t begin = (step - 2) * elements;
+      for (int turn = 1; turn < p; ++turn) {
+        int rank = (rank_ + turn) % p;
+        View other = piece(call, item, rank);
+        if (begin >= other.count) continue;
+        std::byte* target = call.outputs[0].data + (other.data - call.inputs[0].data) + begin * item;
+        std::memcpy(target, outs[rank] + ((turn_ + step - 2) & 1) * (chunk_ / 2), std::min(elements, other.count - begin) * item);
+      }
+    }
+    if (step < last) tick(passage);
+  }
+  turn_ += steps;
+}
+
+}  // namespace phalanx

@@ -1,0 +1,141 @@
+#include "roster.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "failure.hpp"
+
+namespace phalanx {
+
+struct Roster::Header {
+  uint32_t size;
+  Bell bell;
+};
+
+struct Roster::Member {
+  std::atomic<Presence> presence;
+  HeapAddress heap;
+  std::atomic<uint32_t> why_length;
+  char why[4096];
+};
+
+Roster::Roster(std::shared_ptr<Region> region) : region_(std::move(region)) {
+  views_.resize(size());
+  bases_ = std::vector<std::atomic<std::byte*>>(size());
+}
+
+Roster::Header& Roster::header() const { return *reinterpret_cast<Header*>(region_->data()); }
+
+Roster::Member& Roster::member(int rank) const {
+  return reinterpret_cast<Member*>(region_->data() + sizeof(Header))[rank];
+}
+
+int Roster::size() const { return int(header().size); }
+
+std::shared_ptr<Roster> Roster::create(int size, bool threads) {
+  auto region = Region::create(sizeof(Header) + size * sizeof(Member), threads);
+  reinterpret_cast<Header*>(region->data())->size = uint32_t(size);
+  return std::shared_ptr<Roster>(new Roster(std::move(region)));
+}
+
+std::shared_ptr<Roster> Roster::open(const std::string& ticket) {
+  return std::shared_ptr<Roster>(new Roster(Region::open(ticket)));
+}
+
+void Roster::join(int rank, Deadline deadline) {
+  if (rank < 0 || rank >= size())
+    throw Failure(Kind::Invalid, "rank " + std::to_string(rank) + " is not in a world of " + std::to_string(size()));
+  Member& me = member(rank);
+  auto expected = Presence::Absent;
+  if (!me.presence.compare_exchange_strong(expected, Presence::Joining))
+    throw Failure(Kind::Backend, "rank " + std::to_string(rank) + " was claimed twice: by " + title(rank) +
+                                     " and by pid " + std::to_string(::getpid()));
+  if (threads())
+    me.heap.pid = ::getpid();
+  else
+    me.heap = Heap::mine()->address();
+  me.presence = Presence::Here;
+  header().bell.ring();
+
+  int next = 0;
+  auto everybody = [&] {
+    while (next < size() && member(next).presence.load(std::memory_order_acquire) >= Presence::Here) ++next;
+    return next == size();
+  };
+  Spin spin{false};
+  wait_until(header().bell, spin, deadline, everybody, [&](bool quiet) {
+    std::string missing;
+    for (int peer = 0; peer < size(); ++peer) {
+      if (quiet && member(peer).presence == Presence::Here) {
+        std::string end = obituary(peer, true);
+        if (!end.empty()) throw Failure(Kind::PeerFailed, "init_process_group: " + end);
+      }
+      if (member(peer).presence < Presence::Here) missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
+    }
+    if (deadline.passed())
+      throw Failure(Kind::Timeout, "init_process_group on rank " + std::to_string(rank) +
+                                       " timed out: these ranks have not joined: " + missing);
+    check_interrupt();
+  });
+}
+
+void Roster::leave(int rank) {
+  auto here = Presence::Here;
+  member(rank).presence.compare_exchange_strong(here, Presence::Left);
+  header().bell.ring();
+}
+
+void Roster::fail(int rank, const std::string& why) {
+  Member& me = member(rank);
+  if (me.presence == Presence::Failed) return;
+  size_t length = std::min(why.size(), sizeof me.why);
+  std::memcpy(me.why, why.data(), length);
+  me.why_length = uint32_t(length);
+  me.presence = Presence::Failed;
+  header().bell.ring();
+}
+
+std::string Roster::title(int rank) const {
+  std::string text = "rank " + std::to_string(rank);
+  if (!threads() && member(rank).heap.pid) text += " (pid " + std::to_string(member(rank).heap.pid) + ")";
+  return text;
+}
+
+std::string Roster::obituary(int rank, bool ask_system) const {
+  const Member& peer = member(rank);
+  switch (peer.presence.load(std::memory_order_acquire)) {
+    case Presence::Failed:
+      return title(rank) + " failed: " + std::string(peer.why, peer.why_length);
+    case Presence::Left:
+      return title(rank) + " has finished and left its groups";
+    case Presence::Here:
+      if (ask_system && !threads() && process_start_time(peer.heap.pid) != peer.heap.start_time)
+        return title(rank) + " is gone: it was killed or crashed";
+      return "";
+    default:
+      return "";
+  }
+}
+
+std::byte* Roster::reach(int rank, uint64_t offset) const {
+  if (threads()) return reinterpret_cast<std::byte*>(offset);
+  // Release/acquire: whoever sees the base also sees the mapping that it points into.
+  std::byte* base = bases_[rank].load(std::memory_order_acquire);
+  if (!base) {
+    std::lock_guard lock(mutex_);
+    try {
+      views_[rank] = HeapView::open(member(rank).heap);
+    } catch (const Failure&) {
+      std::string end = obituary(rank, true);
+      if (!end.empty()) throw Failure(Kind::PeerFailed, end);
+      throw;
+    }
+    base = views_[rank]->at(0);
+    bases_[rank].store(base, std::memory_order_release);
+  }
+  return base + offset;
+}
+
+}  // namespace phalanx

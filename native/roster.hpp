@@ -1,0 +1,53 @@
+// Who is in a world: one record per rank, in memory that all of them share. Groups ask it whether a
+// rank still lives, how it ended, and where its heap is.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "region.hpp"
+#include "wait.hpp"
+
+namespace phalanx {
+
+enum class Presence : uint32_t { Absent, Joining, Here, Left, Failed };
+
+class Roster {
+ public:
+  // Rank 0 creates, the others open; then each joins, which returns when all are there.
+  static std::shared_ptr<Roster> create(int size, bool threads);
+  static std::shared_ptr<Roster> open(const std::string& ticket);
+
+  const std::string& ticket() const { return region_->ticket(); }
+  int size() const;
+  bool threads() const { return region_->threads(); }
+  void join(int rank, Deadline deadline);
+
+  // Say that this rank is done, or that it failed and why. Seen by waiters at their next look.
+  void leave(int rank);
+  void fail(int rank, const std::string& why);
+
+  // "" while the rank lives; otherwise one or more lines that say how it ended. `ask_system` also
+  // looks for the process, which costs a few microseconds.
+  std::string obituary(int rank, bool ask_system) const;
+  std::string title(int rank) const;  // "rank 2 (pid 4711)"
+
+  // Address of something in the heap of a rank.
+  std::byte* reach(int rank, uint64_t offset) const;
+
+ private:
+  struct Header;
+  struct Member;
+  explicit Roster(std::shared_ptr<Region> region);
+  Header& header() const;
+  Member& member(int rank) const;
+
+  std::shared_ptr<Region> region_;
+  mutable std::mutex mutex_;
+  mutable std::vector<std::shared_ptr<HeapView>> views_;  // opened on first use
+  mutable std::vector<std::atomic<std::byte*>> bases_;
+};
+
+}  // namespace phalanx

@@ -1,0 +1,245 @@
+#include "store/client.hpp"
+
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <cerrno>
+#include <cstring>
+#include <thread>
+
+#include "store/handshake.hpp"
+
+namespace phalanx::store {
+namespace {
+
+constexpr size_t max_idle = 64;
+constexpr size_t min_buffer = 1024;
+constexpr size_t max_buffer = size_t{64} << 10;  // kept by an idle connection
+// What a server gets to take back a request whose time is up, or to answer a newcomer.
+constexpr double grace = 10;
+// A port that accepts and hangs up this often is not a store that is just starting.
+constexpr int max_hangups = 5;
+
+struct HungUp {};  // the peer closed the connection
+
+}  // namespace
+
+Client::Client(std::string host, int port, std::string secret, const Patience& patience)
+    : host_(std::move(host)),
+      port_(port),
+      secret_(std::move(secret)),
+      where_(" (store at " + endpoint(host_, port_) + ")") {
+  give_back(connect(patience, true));
+}
+
+void Client::lost(const std::string& why) const {
+  throw Failure(Kind::Network,
+                "lost the store at " + endpoint(host_, port_) + ": " + why +
+                    "; its process (usually rank 0) has probably ended: look at its output first");
+}
+
+std::unique_lock<std::timed_mutex> Client::lock(const Patience& patience) {
+  std::unique_lock lock(mutex_, std::max(patience.deadline, Clock::now() + 1s));
+  if (!lock) lost("it takes no more requests");
+  return lock;
+}
+
+// With the lock held. None if all are in use.
+Client::Lease Client::take_idle() {
+  while (!idle_.empty()) {
+    Lease connection = std::move(idle_.back());
+    idle_.pop_back();
+    // Not to be shared with the parent if it was inherited through fork().
+    if (connection->socket.ours()) return connection;
+  }
+  return nullptr;
+}
+
+void Client::give_back(Lease connection) {
+  if (connection->in.capacity() > max_buffer) connection->in = {};
+  std::lock_guard lock(mutex_);
+  if (idle_.size() < max_idle) idle_.push_back(std::move(connection));
+}
+
+void Client::post(const std::string& bytes, const Patience& patience) {
+  auto held = lock(patience);
+  Lease connection = std::move(posted_);
+  if (!connection || !connection->socket.ours()) connection = take_idle();
+  if (!connection) connection = connect(Patience(grace, patience.check), false);
+  // Nothing comes back from a post, so a server that has gone would go unnoticed.
+  char byte;
+  if (recv(connection->socket.fd(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0) throw HungUp();
+  send(*connection, bytes, patience);
+  posted_ = std::move(connection);
+}
+
+// Sends a request, and returns the connection to read the reply from.
+Client::Lease Client::ask(const std::string& bytes, const Patience& patience) {
+  Lease connection;
+  {
+    auto held = lock(patience);
+    if (posted_ && posted_->socket.ours()) {
+      // Until the server has seen what was posted, no other thread may ask it anything on another
+      // connection. It says so by answering a question, sent ahead of the one that may take long.
+      connection = std::move(posted_);
+      std::string both;
+      wire::encode(both, Request{Op::Check});
+      both += bytes;
+      send(*connection, both, patience);
+      std::string_view frame;
+      if (!receive(*connection, Patience(grace, patience.check), frame)) lost("it does not answer");
+      return connection;
+    }
+    connection = take_idle();
+  }
+  // The server was there before, so it is not waited for.
+  if (!connection) connection = connect(Patience(grace, patience.check), false);
+  send(*connection, bytes, patience);
+  return connection;
+}
+
+Client::Lease Client::connect(const Patience& patience, bool retry) const {
+  for (int hangups = 1;; ++hangups) {
+    auto connection = std::make_unique<Connection>();
+    connection->socket = connect_to(host_, port_, patience, retry);
+    try {
+      if (introduce(*connection, Patience(grace, patience.check))) return connection;
+      throw Failure(Kind::Network, "whatever listens on " + endpoint(host_, port_) +
+                                       " did not answer the handshake; is it a phalanx store?");
+    } catch (const HungUp&) {
+      if (hangups == max_hangups || !retry || patience.exhausted())
+        throw Failure(Kind::Network, "whatever listens on " + endpoint(host_, port_) +
+                                         " hangs up during the handshake; is it a phalanx store?");
+    } catch (const wire::Malformed&) {
+      throw Failure(Kind::Network, "what listens on " + endpoint(host_, port_) +
+                                       " is not a phalanx store, or one of another version");
+    }
+    std::this_thread::sleep_for(20ms * hangups);
+  }
+}
+
+// The client's side of handshake.hpp. False if the server did not answer in time.
+bool Client::introduce(Connection& connection, const Patience& patience) const {
+  auto refuse = [&](const std::string& why) {
+    throw Failure(Kind::Network, "store at " + endpoint(host_, port_) + ": " + why);
+  };
+  std::string_view frame;
+  Digest mine = handshake::nonce(), theirs;
+  std::string bytes;
+  handshake::encode(bytes, handshake::magic, mine);
+  send(connection, bytes, patience);
+
+  uint64_t magic;
+  uint8_t secured, welcome;
+  if (!receive(connection, patience, frame)) return false;
+  handshake::decode(frame, magic, secured, theirs);
+  if (magic != handshake::magic) throw wire::Malformed();
+  if (secured && secret_.empty())
+    refuse(
+        "it asks for the job's secret, and this process has none; set PHALANX_SECRET to the same "
+        "value everywhere");
+  if (!secured && !secret_.empty())
+    refuse(
+        "it has no secret, but this process does (PHALANX_SECRET), so it is not trusted; set the "
+        "same value everywhere");
+
+  bytes.clear();
+  handshake::encode(bytes, handshake::proof(handshake::Role::Client, secret_, mine, theirs));
+  send(connection, bytes, patience);
+  if (!receive(connection, patience, frame)) return false;
+  Digest proof;
+  handshake::decode(frame, welcome, proof);
+  if (!welcome)
+    refuse(
+        "secrets differ: PHALANX_SECRET of this process is not the server's; set the same value "
+        "everywhere");
+  if (!equal_digests(view(proof),
+                     view(handshake::proof(handshake::Role::Server, secret_, mine, theirs))))
+    refuse("it cannot prove that it knows the job's secret (PHALANX_SECRET), so it is not trusted");
+  return true;
+}
+
+void Client::send(Connection& connection, std::string_view bytes, const Patience& patience) const {
+  while (!bytes.empty()) {
+    ssize_t sent = ::send(connection.socket.fd(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    if (sent > 0) {
+      bytes.remove_prefix(static_cast<size_t>(sent));
+      continue;
+    }
+    if (errno == ECONNRESET || errno == EPIPE) throw HungUp();
+    if (errno != EAGAIN && errno != EINTR) lost(std::strerror(errno));
+    if (patience.check) patience.check();
+    if (patience.exhausted()) lost("it takes no more requests");
+  }
+}
+
+bool Client::receive(Connection& connection, const Patience& patience,
+                     std::string_view& frame) const {
+  auto& [socket, in, filled, used] = connection;
+  filled -= used;
+  std::memmove(in.data(), in.data() + used, filled);
+  used = 0;
+  if (in.size() < min_buffer) in.resize(min_buffer);
+  for (wire::Length length;;) {
+    if (wire::peek({in.data(), filled}, length)) {
+      if (length > wire::max_frame) throw wire::Malformed();
+      const size_t total = sizeof length + length;
+      if (filled >= total) {
+        used = total;
+        frame = std::string_view(in).substr(sizeof length, length);
+        return true;
+      }
+      if (in.size() < total) in.resize(total);
+    }
+    // The socket's own timeout is a slice; the rest of the patience may be shorter than that.
+    auto left = patience.deadline - Clock::now();
+    if (left < Patience::slice) {
+      auto ms = std::chrono::ceil<std::chrono::milliseconds>(std::max<Clock::duration>(left, 0s));
+      pollfd item{socket.fd(), POLLIN, 0};
+      if (poll(&item, 1, static_cast<int>(ms.count())) <= 0 && patience.exhausted()) return false;
+    }
+    ssize_t got = recv(socket.fd(), in.data() + filled, in.size() - filled, 0);
+    if (got == 0 || (got < 0 && errno == ECONNRESET)) throw HungUp();
+    if (got > 0) {
+      filled += static_cast<size_t>(got);
+      continue;
+    }
+    if (errno != EAGAIN && errno != EINTR) lost(std::strerror(errno));
+    if (patience.check) patience.check();
+    if (patience.exhausted()) return false;
+  }
+}
+
+Reply Client::run(Request request, const Patience& patience) {
+  validate(request);
+  std::string bytes;
+  wire::encode(bytes, request);
+  wire::check_size(bytes.size());
+  try {
+    if (posts(request.op)) {
+      post(bytes, patience);
+      return {};
+    }
+    Lease connection = ask(bytes, patience);
+    std::string_view frame;
+    if (!receive(*connection, patience, frame)) {
+      // The server answers in any case: with what was asked for, if it came just now, or that it
+      // gave up. So nothing is popped from a queue without reaching somebody, and the connection
+      // stays in step.
+      bytes.clear();
+      wire::encode(bytes, Request{Op::Cancel});
+      Patience last(grace, patience.check);
+      send(*connection, bytes, last);
+      if (!receive(*connection, last, frame)) lost("it does not answer");
+    }
+    Reply reply = wire::decode_reply(frame);
+    give_back(std::move(connection));
+    return accepted(std::move(reply), request, patience, where_);
+  } catch (const HungUp&) {
+    lost("connection closed");
+  } catch (const wire::Malformed&) {
+    lost("it sent something that is not a reply");
+  }
+}
+
+}  // namespace phalanx::store

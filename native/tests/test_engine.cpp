@@ -1,0 +1,316 @@
+// The engine end to end, with ranks as threads and as forked processes. The same programs run on
+// both, so that the sanitizers see every path.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <functional>
+#include <numeric>
+#include <thread>
+
+#include "check.hpp"
+#include "lane.hpp"
+#include "mailbox.hpp"
+
+using namespace phalanx;
+
+namespace {
+
+struct Rank {
+  std::shared_ptr<Board> board;
+  Group group;
+  Mailbox mailbox;
+  Rank(std::shared_ptr<Board> board, int rank)
+      : board(board), group(board, rank, "world", 20), mailbox(board, rank, "world") {}
+  int id() const { return group.rank(); }
+  int size() const { return group.size(); }
+};
+
+using Program = std::function<void(Rank&)>;
+
+std::vector<int> all_ranks(int size) {
+  std::vector<int> ranks(size);
+  std::iota(ranks.begin(), ranks.end(), 0);
+  return ranks;
+}
+
+void on_threads(int size, const Program& program) {
+  auto roster = Roster::create(size, true);
+  auto first = Board::create(roster, all_ranks(size));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank)
+    threads.emplace_back([&, rank] {
+      auto mine = rank == 0 ? roster : Roster::open(roster->ticket());
+      mine->join(rank, Deadline::in(20));
+      Rank self(rank == 0 ? first : Board::open(mine, all_ranks(size), first->ticket()), rank);
+      program(self);
+    });
+  for (auto& thread : threads) thread.join();
+}
+
+// Rank 0 is this process; the others are forked and reach its memory through /proc.
+void on_processes(int size, const Program& program) {
+  auto roster = Roster::create(size, false);
+  auto board = Board::create(roster, all_ranks(size));
+  std::vector<pid_t> children;
+  for (int rank = 1; rank < size; ++rank) {
+    pid_t child = ::fork();
+    if (child == 0) {
+      int status = 1;
+      try {
+        auto mine = Roster::open(roster->ticket());
+        mine->join(rank, Deadline::in(20));
+        Rank self(Board::open(mine, all_ranks(size), board->ticket()), rank);
+        program(self);
+        status = 0;
+      } catch (const std::exception& error) {
+        std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
+      }
+      ::_exit(status);
+    }
+    children.push_back(child);
+  }
+  roster->join(0, Deadline::in(20));
+  {
+    Rank self(board, 0);
+    program(self);
+  }
+  for (pid_t child : children) {
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    CHECK(status == 0);
+  }
+}
+
+void on_both(const Program& program) {
+  for (int size : {1, 2, 3, 5}) {
+    on_threads(size, program);
+    on_processes(size, program);
+  }
+}
+
+View view(std::vector<float>& values) {
+  return {reinterpret_cast<std::byte*>(values.data()), values.size(), nullptr};
+}
+
+const size_t kCounts[] = {0, 1, 12, 13, 1000, 5000, 100'003};
+
+void run(Rank& self, Call& call) {
+  call.dtype = DType::F32;
+  self.group.run(call);
+}
+
+}  // namespace
+
+TEST(reductions) {
+  on_both([](Rank& self) {
+    const int p = self.size();
+    for (size_t count : kCounts) {
+      std::vector<float> values(count);
+      for (size_t i = 0; i < count; ++i) values[i] = float(i % 100 + self.id());
+      auto expected = [&](size_t i) { return float(int(i % 100) * p + p * (p - 1) / 2); };
+      {
+        auto mine = values;
+        Call call;
+        call.op = Op::AllReduce;
+        call.inputs = call.outputs = {view(mine)};
+        run(self, call);
+        for (size_t i = 0; i < count; ++i) CHECK(mine[i] == expected(i));
+      }
+      {
+        auto mine = values;
+        Call call;
+        call.op = Op::Reduce;
+        call.root = p - 1;
+        call.inputs = {view(mine)};
+        if (self.id() == call.root) call.outputs = call.inputs;
+        run(self, call);
+        for (size_t i = 0; i < count; ++i) CHECK(mine[i] == (self.id() == p - 1 ? expected(i) : values[i]));
+      }
+      {
+        std::vector<std::vector<float>> inputs(p, values);
+        std::vector<float> out(count, -1);
+        Call call;
+        call.op = Op::ReduceScatter;
+        for (auto& input : inputs) call.inputs.push_back(view(input));
+        call.outputs = {view(out)};
+        run(self, call);
+        for (size_t i = 0; i < count; ++i) CHECK(out[i] == expected(i));
+      }
+    }
+  });
+}
+
+TEST(exchanges) {
+  on_both([](Rank& self) {
+    const int p = self.size();
+    for (size_t count : kCounts) {
+      auto filled = [&](int value, size_t n) { return std::vector<float>(n, float(value)); };
+      {
+        auto mine = filled(self.id(), count);
+        Call call;
+        call.op = Op::Broadcast;
+        call.root = p / 2;
+        (self.id() == call.root ? call.inputs : call.outputs) = {view(mine)};
+        run(self, call);
+        CHECK(mine == filled(p / 2, count));
+      }
+      {
+        // Rank i brings i elements more than the first.
+        auto mine = filled(self.id(), count + self.id());
+        std::vector<std::vector<float>> outs;
+        for (int i = 0; i < p; ++i) outs.push_back(filled(-1, count + i));
+        Call call;
+        call.op = Op::AllGather;
+        call.inputs = {view(mine)};
+        for (auto& out : outs) call.outputs.push_back(view(out));
+        run(self, call);
+        for (int i = 0; i < p; ++i) CHECK(outs[i] == filled(i, count + i));
+      }
+      {
+        std::vector<std::vector<float>> ins, outs;
+        for (int i = 0; i < p; ++i) {
+          ins.push_back(filled(self.id() * p + i, count + i * 3 + self.id()));
+          outs.push_back(filled(-1, count + self.id() * 3 + i));
+        }
+        Call call;
+        call.op = Op::AllToAll;
+        for (auto& in : ins) call.inputs.push_back(view(in));
+        for (auto& out : outs) call.outputs.push_back(view(out));
+        run(self, call);
+        for (int i = 0; i < p; ++i) CHECK(outs[i] == filled(i * p + self.id(), outs[i].size()));
+      }
+    }
+  });
+}
+
+TEST(messages) {
+  on_both([](Rank& self) {
+    const int p = self.size();
+    for (size_t count : {size_t(1), size_t(50), size_t(1000), size_t(20'000), size_t(400'000)}) {
+      std::vector<float> out(count, float(self.id())), in(count, -1);
+      int next = (self.id() + 1) % p, previous = (self.id() + p - 1) % p;
+      auto send = std::make_shared<Delivery>(Op::Send, next, 7, DType::F32, view(out), 20);
+      self.mailbox.start(send, true);
+      auto recv = std::make_shared<Delivery>(Op::Recv, count % 2 ? -1 : previous, 7, DType::F32, view(in), 20);
+      self.mailbox.start(recv, false);
+      self.mailbox.wait(*recv, Deadline::in(20));
+      self.mailbox.wait(*send, Deadline::in(20));
+      CHECK(recv->source == previous);
+      for (float value : in) CHECK(value == float(previous));
+    }
+    // More small messages than there are cells, sent before any is asked for, taken out of order.
+    const int flood = 50;
+    if (p > 1 && self.id() == 0)
+      for (int i = 0; i < flood; ++i) {
+        std::vector<float> one{float(i)};
+        auto send = std::make_shared<Delivery>(Op::Send, 1, i, DType::F32, view(one), 20);
+        self.mailbox.start(send, false);
+        self.mailbox.wait(*send, Deadline::in(20));
+      }
+    if (self.id() == 1)
+      for (int i = flood - 1; i >= 0; --i) {
+        std::vector<float> one{-1};
+        auto recv = std::make_shared<Delivery>(Op::Recv, 0, i, DType::F32, view(one), 20);
+        self.mailbox.start(recv, false);
+        self.mailbox.wait(*recv, Deadline::in(20));
+        CHECK(one[0] == float(i));
+      }
+    Call barrier;
+    barrier.op = Op::Barrier;
+    self.group.run(barrier);
+  });
+}
+
+TEST(mismatch_leaves_the_group_usable) {
+  auto program = [](Rank& self) {
+    for (int round = 0; round < 3; ++round) {
+      std::vector<float> values(self.id() == 0 ? 3 : 4, 1);
+      Call call;
+      call.op = Op::AllReduce;
+      call.ndim = 1;
+      call.shape[0] = int64_t(values.size());
+      call.inputs = call.outputs = {view(values)};
+      bool caught = false;
+      try {
+        run(self, call);
+      } catch (const Failure& failure) {
+        caught = failure.kind == Kind::Mismatch;
+      }
+      CHECK(caught);
+      for (float value : values) CHECK(value == 1);
+      Call barrier;
+      barrier.op = Op::Barrier;
+      self.group.run(barrier);
+    }
+  };
+  for (int size : {2, 5}) {
+    on_threads(size, program);
+    on_processes(size, program);
+  }
+}
+
+TEST(a_killed_rank_is_named) {
+  on_processes(1, [](Rank&) {});
+  for (int size : {2, 4}) {
+    auto roster = Roster::create(size, false);
+    auto board = Board::create(roster, all_ranks(size));
+    std::vector<pid_t> children;
+    for (int rank = 1; rank < size; ++rank) {
+      pid_t child = ::fork();
+      if (child == 0) {
+        auto mine = Roster::open(roster->ticket());
+        mine->join(rank, Deadline::in(20));
+        Rank self(Board::open(mine, all_ranks(size), board->ticket()), rank);
+        for (;;) {
+          Call barrier;
+          barrier.op = Op::Barrier;
+          try {
+            self.group.run(barrier);
+          } catch (...) {
+            ::_exit(0);
+          }
+        }
+      }
+      children.push_back(child);
+    }
+    roster->join(0, Deadline::in(20));
+    Rank self(board, 0);
+    bool named = false;
+    try {
+      for (int i = 0;; ++i) {
+        if (i == 100) ::kill(children[0], SIGKILL);
+        Call barrier;
+        barrier.op = Op::Barrier;
+        self.group.run(barrier);
+      }
+    } catch (const Failure& failure) {
+      named = failure.kind == Kind::PeerFailed && std::string(failure.what()).find("rank 1") != std::string::npos;
+    }
+    CHECK(named);
+    for (pid_t child : children) ::waitpid(child, nullptr, 0);
+  }
+}
+
+TEST(a_lane_keeps_order) {
+  Lane lane;
+  std::vector<int> seen;
+  std::vector<std::shared_ptr<Job>> jobs;
+  for (int i = 0; i < 100; ++i) jobs.push_back(lane.submit([&seen, i] { seen.push_back(i); }));
+  lane.run([&] { seen.push_back(100); });
+  for (auto& job : jobs) CHECK(job->done());
+  for (int i = 0; i <= 100; ++i) CHECK(seen[i] == i);
+}
+
+TEST(heap_gives_memory_back) {
+  size_t before = Heap::mine()->used();
+  {
+    Block a = Block::shared(1 << 20), b = Block::shared(100), c = Block::shared(5 << 20);
+    CHECK(Heap::mine()->contains(a.data(), a.size()));
+    std::memset(c.data(), 1, c.size());
+    CHECK(Heap::mine()->used() > before);
+  }
+  CHECK(Heap::mine()->used() == before);
+  Block again = Block::shared(1 << 20);
+  for (size_t i = 0; i < again.size(); i += 4096) CHECK(again.data()[i] == std::byte{0});
+}

@@ -1,0 +1,52 @@
+#include "wait.hpp"
+
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <climits>
+
+namespace phalanx {
+namespace {
+
+std::atomic<InterruptCheck> interrupt_check{nullptr};
+
+// Not FUTEX_PRIVATE: the word may be shared between processes.
+long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
+  return ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
+}
+
+}  // namespace
+
+Deadline Deadline::in(double seconds) {
+  constexpr double kForever = 1e9;
+  if (!(seconds >= 0) || seconds > kForever) seconds = kForever;
+  return Deadline(Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
+}
+
+void Bell::wake() {
+  rings.fetch_add(1);
+  futex(rings, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+bool Bell::sleep(uint32_t seen, Clock::duration longest) {
+  auto nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(longest).count();
+  timespec timeout{time_t(nanoseconds / 1'000'000'000), long(nanoseconds % 1'000'000'000)};
+  futex(rings, FUTEX_WAIT, seen, &timeout);
+  return rings.load(std::memory_order_acquire) != seen;
+}
+
+int usable_cores() {
+  cpu_set_t cores;
+  if (::sched_getaffinity(0, sizeof cores, &cores) == 0) return CPU_COUNT(&cores);
+  return int(::sysconf(_SC_NPROCESSORS_ONLN));
+}
+
+void set_interrupt_check(InterruptCheck check) { interrupt_check.store(check); }
+
+void check_interrupt() {
+  if (auto check = interrupt_check.load(std::memory_order_acquire)) check();
+}
+
+}  // namespace phalanx

@@ -1,0 +1,110 @@
+// How a rank waits: spin for a moment where every rank can have a core of its own, then sleep on a
+// futex in short slices, looking between slices for what ends a wait that will never be answered.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+
+namespace phalanx {
+
+using Clock = std::chrono::steady_clock;
+
+class Deadline {
+ public:
+  static Deadline in(double seconds);  // a negative or huge number of seconds means never
+  bool passed() const { return Clock::now() >= at_; }
+  Clock::time_point at() const { return at_; }
+
+ private:
+  explicit Deadline(Clock::time_point at) : at_(at) {}
+  Clock::time_point at_;
+};
+
+// A place to sleep. Whoever changes something that a sleeper may wait for calls ring() afterwards.
+struct alignas(64) Bell {
+  std::atomic<uint32_t> rings;
+  std::atomic<uint32_t> sleepers;
+
+  void ring() {
+    // Pairs with the seq_cst increment in Sleep: either this load sees the sleeper, or the sleeper,
+    // which looks again after its increment, sees what was written before this fence.
+#if defined(__SANITIZE_THREAD__)
+    if (sleepers.fetch_add(0) != 0) wake();  // the same, in terms that the sanitizer knows
+#else
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (sleepers.load(std::memory_order_relaxed) != 0) wake();
+#endif
+  }
+  void wake();
+
+  // Sleep until the next ring, `seen` having been read before the last look; false if none came
+  // (time ran out, or a signal arrived).
+  bool sleep(uint32_t seen, Clock::duration longest);
+};
+
+constexpr auto kSlice = std::chrono::milliseconds(50);
+
+// How long a waiter may burn its core before it sleeps: not at all where ranks outnumber cores, else
+// up to 50 us, and less while spinning has not paid. The least is what waking a sleeper costs, so
+// that ranks which have slept find back to spinning.
+struct Spin {
+  static constexpr auto kMost = std::chrono::microseconds(50);
+  static constexpr auto kLeast = std::chrono::microseconds(10);
+  bool allowed = true;
+  Clock::duration budget = kMost;
+
+  void paid() { budget = std::min<Clock::duration>(budget * 2, kMost); }
+  void wasted() { budget = std::max<Clock::duration>(budget / 2, kLeast); }
+};
+
+inline void pause_core() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+// Wait until ready() holds. look(quiet) is called between sleeps and throws to give up; quiet says
+// that a slice went by with no ring, which is the time for costly looks (is a peer dead?).
+template <class Ready, class Look>
+void wait_until(Bell& bell, Spin& spin, const Deadline& deadline, Ready&& ready, Look&& look) {
+  if (ready()) return;
+  if (spin.allowed) {
+    for (auto until = Clock::now() + spin.budget; Clock::now() < until;) {
+      for (int i = 0; i < 16; ++i) {
+        if (ready()) return spin.paid();
+        pause_core();
+      }
+    }
+    spin.wasted();
+  }
+  bool quiet = false;
+  for (;;) {
+    uint32_t seen = bell.rings.load(std::memory_order_acquire);
+    struct Sleep {
+      Bell& bell;
+      explicit Sleep(Bell& bell) : bell(bell) { bell.sleepers.fetch_add(1); }
+      ~Sleep() { bell.sleepers.fetch_sub(1); }
+    };
+    {
+      Sleep guard(bell);
+      if (ready()) return;
+      look(quiet);
+      auto left = deadline.at() - Clock::now();
+      quiet = left <= Clock::duration::zero() || !bell.sleep(seen, std::min<Clock::duration>(kSlice, left));
+    }
+  }
+}
+
+// Cores that this process may use.
+int usable_cores();
+
+// Called between the slices of waits made on a user's thread; throws when that thread was interrupted.
+using InterruptCheck = void (*)();
+void set_interrupt_check(InterruptCheck check);
+void check_interrupt();
+
+}  // namespace phalanx

@@ -1,0 +1,183 @@
+"""The native core, as the rest of the package sees it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+class Store:
+    """Operations on keys; each takes how many seconds it may wait last."""
+
+    def set(self, key: str, value: str | bytes, timeout: float, /) -> None: ...
+    def multi_set(
+        self, keys: Sequence[str], values: Sequence[str | bytes], timeout: float, /
+    ) -> None: ...
+    def get(self, key: str, timeout: float, /) -> bytes: ...
+    def multi_get(self, keys: Sequence[str], timeout: float, /) -> list[bytes]: ...
+    def add(self, key: str, amount: int, timeout: float, /) -> int: ...
+    def append(self, key: str, value: str | bytes, timeout: float, /) -> None: ...
+    def check(self, keys: Sequence[str], timeout: float, /) -> bool: ...
+    def wait(self, keys: Sequence[str], timeout: float, /) -> None: ...
+    def compare_set(
+        self, key: str, expected: str | bytes, desired: str | bytes, timeout: float, /
+    ) -> bytes: ...
+    def delete_key(self, key: str, timeout: float, /) -> bool: ...
+    def num_keys(self, timeout: float, /) -> int: ...
+    def list_keys(self, timeout: float, /) -> list[str]: ...
+    def queue_push(self, key: str, value: str | bytes, timeout: float, /) -> None: ...
+    def queue_pop(self, key: str, block: bool, timeout: float, /) -> bytes: ...
+    def queue_len(self, key: str, timeout: float, /) -> int: ...
+    def barrier(self, key: str, world_size: int, timeout: float, /) -> None: ...
+
+class Table(Store):
+    def __init__(self) -> None: ...
+
+class FileLog(Store):
+    def __init__(self, path: str, users: int, /) -> None: ...
+    def close(self) -> None: ...
+
+class StoreClient(Store):
+    def __init__(self, host: str, port: int, secret: str, timeout: float, /) -> None: ...
+
+class StoreServer:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        secret: str,
+        listen_fd: int = -1,
+        handshake: float = 10.0,
+        frame: float = 60.0,
+        connections: int = 4096,
+    ) -> None: ...
+    @property
+    def port(self) -> int: ...
+
+def sha256(message: bytes, /) -> bytes: ...
+def hmac_sha256(key: bytes, message: bytes, /) -> bytes: ...
+
+# The engine.
+
+def configure(dtypes: dict[torch.dtype, int], package: str) -> None:
+    """Tell the core torch's element types and where this package lives."""
+
+def allocate(bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """Allocate zeroed bytes in this process' shared heap."""
+
+def in_heap(data: int, bytes: int) -> bool:
+    """Say whether this memory is in this process' shared heap."""
+
+def heap_used() -> int:
+    """Return how many bytes are allocated in this process' shared heap."""
+
+def usable_cores() -> int:
+    """Return how many cores this process may run on."""
+
+class Roster:
+    """Who is in a world: one record per rank in shared memory."""
+
+    @staticmethod
+    def create(size: int, threads: bool) -> Roster: ...
+    @staticmethod
+    def open(ticket: str) -> Roster: ...
+    @property
+    def ticket(self) -> str: ...
+    @property
+    def threads(self) -> bool: ...
+    def join(self, rank: int, timeout: float) -> None: ...
+    def leave(self, rank: int) -> None: ...
+    def fail(self, rank: int, why: str) -> None: ...
+    def obituary(self, rank: int, ask_system: bool) -> str: ...
+
+class Pending:
+    """An asynchronous operation."""
+
+    def done(self) -> bool: ...
+    def wait(self, timeout: float) -> None: ...
+    def check(self) -> None:
+        """Raise what made it fail, if it has failed."""
+    def source(self) -> int: ...
+
+_Parts = Tensor | Sequence[Tensor]
+
+class Group:
+    """One rank's end of a group. Timeouts are seconds; a negative one means the group's."""
+
+    timeout: float
+
+    def __init__(
+        self,
+        roster: Roster,
+        members: Sequence[int],
+        rank: int,
+        name: str,
+        timeout: float,
+        ticket: str,
+    ) -> None: ...
+    @property
+    def ticket(self) -> str: ...
+    @property
+    def sequence(self) -> int: ...
+    def attend(self, creator: bool) -> None: ...
+    def abort(self, why: str) -> None: ...
+    def alarm(self) -> None: ...
+    def close(self) -> None: ...
+    def barrier(self, timeout: float, asynchronous: bool, /) -> Pending | None: ...
+    def all_reduce(
+        self, tensor: Tensor, op: int, factor: float, timeout: float, asynchronous: bool, /
+    ) -> Pending | None: ...
+    def reduce(
+        self,
+        tensor: Tensor,
+        root: int,
+        op: int,
+        factor: float,
+        timeout: float,
+        asynchronous: bool,
+        /,
+    ) -> Pending | None: ...
+    def broadcast(
+        self, tensor: Tensor, root: int, timeout: float, asynchronous: bool, /
+    ) -> Pending | None: ...
+    def all_gather(
+        self, outputs: _Parts, input: Tensor, timeout: float, asynchronous: bool, /
+    ) -> Pending | None: ...
+    def gather(
+        self,
+        outputs: _Parts | None,
+        input: Tensor,
+        root: int,
+        timeout: float,
+        asynchronous: bool,
+        /,
+    ) -> Pending | None: ...
+    def scatter(
+        self,
+        output: Tensor,
+        inputs: _Parts | None,
+        root: int,
+        timeout: float,
+        asynchronous: bool,
+        /,
+    ) -> Pending | None: ...
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        inputs: _Parts,
+        op: int,
+        factor: float,
+        timeout: float,
+        asynchronous: bool,
+        /,
+    ) -> Pending | None: ...
+    def all_to_all(
+        self, outputs: _Parts, inputs: _Parts, like: Tensor, timeout: float, asynchronous: bool, /
+    ) -> Pending | None: ...
+    def send(
+        self, tensor: Tensor, to: int, tag: int, timeout: float, asynchronous: bool, /
+    ) -> Pending | None: ...
+    def recv(
+        self, tensor: Tensor, source: int, tag: int, timeout: float, asynchronous: bool, /
+    ) -> Any: ...

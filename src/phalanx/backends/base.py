@@ -1,0 +1,441 @@
+"""The transport contract: what a group asks of the thing that moves its bytes."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from phalanx.backends import reduction
+from phalanx.errors import DistBackendError, DistTimeout
+from phalanx.types import Deadline, ReduceOp
+from phalanx.work import JoinedWork, ThreadWork, Work
+
+# Users' tags are not negative: collectives and monitored barriers have streams of their own.
+_COLLECTIVE = -1
+_MONITOR = -2
+
+Call = tuple[str, tuple[Any, ...]]
+
+
+class GroupBackend(ABC):
+    """One group's transport, as one of its ranks sees it.
+
+    All ranks here are *group* ranks, timeouts are seconds (None: the group's default). Without
+    ``async_op`` an operation returns when it is done (a receive returns its source); with it,
+    a ``Work``. A transport supplies ``send``, ``recv`` and ``close``; this class derives the rest,
+    simply, and what a transport does faster it overrides.
+
+    Ordering: collectives run in the order in which they were issued, which must be the same on
+    all ranks. Messages between two ranks arrive in the order they were sent, per tag.
+    Threads: any thread may call. Buffers: tensors are CPU tensors with strides, possibly
+    non-contiguous, empty or requiring grad; they are the operation's until it has completed.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, rank: int, size: int, timeout: float) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self._issued = 0
+        self._lane = _Lane()
+
+    # What a transport must supply
+
+    @abstractmethod
+    def send(
+        self,
+        tensor: Tensor,
+        dst: int,
+        tag: int = 0,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Send to ``dst``, which may be this rank itself. Negative tags must work too."""
+
+    @abstractmethod
+    def recv(
+        self,
+        tensor: Tensor,
+        src: int | None,
+        tag: int = 0,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | int:
+        """Receive a message of the tensor's byte count from ``src`` (None: whoever is first).
+
+        Return the source's group rank. A timeout of zero takes only what has already arrived.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Closing twice is fine; pending works fail."""
+        self._lane.close()
+
+    # What a transport may do better
+
+    def abort(self, reason: str) -> None:
+        """Make all who wait on this group, here and on other ranks, raise ``reason``.
+
+        Closing is what can be done without knowing the transport.
+        """
+        self.close()
+
+    def sequence_number(self) -> int:
+        """Return how many collectives this rank has issued."""
+        return self._issued
+
+    def coalesce(self, calls: Sequence[Call], *, async_op: bool = False) -> Work | None:
+        """Run ``(method name, arguments)`` calls in order, as one operation."""
+        works = [getattr(self, name)(*args, async_op=async_op) for name, args in calls]
+        return JoinedWork(works) if async_op else None
+
+    def broadcast(
+        self, tensor: Tensor, root: int, *, timeout: float | None = None, async_op: bool = False
+    ) -> Work | None:
+        """Copy root's tensor to all."""
+        return self._issue([tensor], timeout, async_op, self._broadcast, tensor, root)
+
+    def all_reduce(
+        self, tensor: Tensor, op: ReduceOp, *, timeout: float | None = None, async_op: bool = False
+    ) -> Work | None:
+        """Replace each tensor by the reduction of all."""
+        return self._issue([tensor], timeout, async_op, self._all_reduce, tensor, op)
+
+    def reduce(
+        self,
+        tensor: Tensor,
+        root: int,
+        op: ReduceOp,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Replace root's tensor by the reduction of all; others keep theirs."""
+        return self._issue([tensor], timeout, async_op, self._reduce, tensor, tensor, root, op)
+
+    def all_gather(
+        self,
+        outputs: Sequence[Tensor],
+        input: Tensor,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Copy rank i's input to everybody's outputs[i]; ranks may differ in shape."""
+        return self._issue(outputs, timeout, async_op, self._all_gather, outputs, input)
+
+    def all_gather_single(
+        self, output: Tensor, input: Tensor, *, timeout: float | None = None, async_op: bool = False
+    ) -> Work | None:
+        """Copy all inputs, one behind the other, to everybody's output."""
+        return self._issue([output], timeout, async_op, self._all_gather_single, output, input)
+
+    def gather(
+        self,
+        outputs: Sequence[Tensor] | None,
+        input: Tensor,
+        root: int,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Copy rank i's input to root's outputs[i]; other ranks pass None."""
+        return self._issue(outputs or [], timeout, async_op, self._gather, outputs, input, root)
+
+    def scatter(
+        self,
+        output: Tensor,
+        inputs: Sequence[Tensor] | None,
+        root: int,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Copy root's inputs[i] to rank i's output; other ranks pass None."""
+        return self._issue([output], timeout, async_op, self._scatter, output, inputs, root)
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        inputs: Sequence[Tensor],
+        op: ReduceOp,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Put the reduction of everybody's inputs[i] into rank i's output; shapes may differ."""
+        return self._issue([output], timeout, async_op, self._reduce_scatter, output, inputs, op)
+
+    def reduce_scatter_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: ReduceOp,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Reduce the inputs and leave the i-th part, of equal parts, in rank i's output."""
+        return self._issue(
+            [output], timeout, async_op, self._reduce_scatter_single, output, input, op
+        )
+
+    def all_to_all(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Copy rank i's inputs[j] to rank j's outputs[i]; shapes may differ."""
+        return self._issue(outputs, timeout, async_op, self._all_to_all, outputs, inputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Do an all_to_all of slices along the first dimension (None: equal slices)."""
+        outputs = _slices(output, output_splits, self.size)
+        inputs = _slices(input, input_splits, self.size)
+        return self._issue([output], timeout, async_op, self._all_to_all, outputs, inputs)
+
+    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Work | None:
+        """Return when all ranks have come here."""
+        return self._issue([], timeout, async_op, self._barrier)
+
+    def monitored_barrier(
+        self, *, timeout: float | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """Do a barrier in which rank 0 names who is missing: the first, or all of them."""
+        limit = self.timeout if timeout is None else timeout
+        deadline = Deadline(limit)
+        token = torch.ones((), dtype=torch.uint8)
+        if self.rank != 0:
+            try:
+                self.send(token, 0, _MONITOR, timeout=deadline.left())
+                self.recv(token, 0, _MONITOR, timeout=deadline.left())
+            except DistBackendError as error:
+                raise type(error)(self._lost_monitor()) from error
+            if not token:
+                raise DistBackendError(self._lost_monitor())
+            return
+        missing: list[int] = []
+        for peer in range(1, self.size):
+            try:
+                self.recv(token, peer, _MONITOR, timeout=deadline.left())
+            except DistBackendError:
+                missing.append(peer)
+                if not wait_all_ranks:
+                    break
+        # Those who are here learn how it went; those who are not will find a stale word at most.
+        verdict = torch.tensor(not missing, dtype=torch.uint8)
+        for peer in range(1, self.size):
+            if peer not in missing:
+                self.send(verdict, peer, _MONITOR, async_op=bool(missing))
+        if missing:
+            who = f"Rank{'s' * wait_all_ranks} {', '.join(map(str, missing))}"
+            raise DistTimeout(
+                f"Rank 0 timed out in monitoredBarrier after {limit:g} s: "
+                f"{who} failed to pass monitoredBarrier"
+            )
+
+    def _lost_monitor(self) -> str:
+        return (
+            f"Rank {self.rank} successfully reached monitoredBarrier, but received errors while "
+            "waiting for send/recv from rank 0: see the error of rank 0 for who is missing"
+        )
+
+    # The derived algorithms. They run one at a time and talk in the collectives' own stream.
+
+    def _broadcast(self, deadline: Deadline, tensor: Tensor, root: int) -> None:
+        if self.rank != root:
+            self._take(tensor, root, deadline)
+        else:
+            self._give([(tensor, peer) for peer in self._others()], deadline)
+
+    def _reduce(
+        self, deadline: Deadline, output: Tensor, input: Tensor, root: int, op: ReduceOp
+    ) -> None:
+        """Pass a growing total from rank to rank: the order of summation is the ranks' order."""
+        total = reduction.contribution(input, op)
+        if self.rank > 0:
+            own, total = total, torch.empty_like(total)
+            self._take(total, self.rank - 1, deadline)
+            reduction.combine(total, own, op)
+        if self.rank < self.size - 1:
+            self._give([(total, self.rank + 1)], deadline)
+        elif root != self.rank:
+            self._give([(total, root)], deadline)
+        if self.rank == root:
+            if root != self.size - 1:
+                self._take(total, self.size - 1, deadline)
+            reduction.finish(total, op, self.size)
+            output.copy_(total.view(output.shape))
+
+    def _all_reduce(self, deadline: Deadline, tensor: Tensor, op: ReduceOp) -> None:
+        self._reduce(deadline, tensor, tensor, 0, op)
+        self._broadcast(deadline, tensor, 0)
+
+    def _all_gather(self, deadline: Deadline, outputs: Sequence[Tensor], input: Tensor) -> None:
+        self._all_to_all(deadline, outputs, [input] * self.size)
+
+    def _all_gather_single(self, deadline: Deadline, output: Tensor, input: Tensor) -> None:
+        whole = output if output.is_contiguous() else torch.empty_like(output).contiguous()
+        self._all_gather(deadline, _parts(whole, self.size), input)
+        if whole is not output:
+            output.copy_(whole)
+
+    def _gather(
+        self, deadline: Deadline, outputs: Sequence[Tensor] | None, input: Tensor, root: int
+    ) -> None:
+        if self.rank != root:
+            self._give([(input, root)], deadline)
+            return
+        assert outputs is not None
+        for peer in self._others():
+            self._take(outputs[peer], peer, deadline)
+        _copy(outputs[root], input)
+
+    def _scatter(
+        self, deadline: Deadline, output: Tensor, inputs: Sequence[Tensor] | None, root: int
+    ) -> None:
+        if self.rank != root:
+            self._take(output, root, deadline)
+            return
+        assert inputs is not None
+        self._give([(inputs[peer], peer) for peer in self._others()], deadline)
+        _copy(output, inputs[root])
+
+    def _reduce_scatter(
+        self, deadline: Deadline, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp
+    ) -> None:
+        for root, input in enumerate(inputs):
+            self._reduce(deadline, output, input, root, op)
+
+    def _reduce_scatter_single(
+        self, deadline: Deadline, output: Tensor, input: Tensor, op: ReduceOp
+    ) -> None:
+        self._reduce_scatter(deadline, output, _parts(input, self.size), op)
+
+    def _all_to_all(
+        self, deadline: Deadline, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> None:
+        # Everybody sends before anybody waits, so no order of the receives can block.
+        sends = [
+            self.send(inputs[peer].detach(), peer, _COLLECTIVE, async_op=True)
+            for peer in self._others()
+        ]
+        for peer in self._others():
+            self._take(outputs[peer], peer, deadline)
+        _copy(outputs[self.rank], inputs[self.rank])
+        for send in sends:
+            assert send is not None
+            send.wait(deadline.left())
+
+    def _barrier(self, deadline: Deadline) -> None:
+        token = torch.zeros((), dtype=torch.uint8)
+        self._gather(deadline, [token] * self.size, token, 0)
+        self._broadcast(deadline, token, 0)
+
+    def _others(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
+
+    def _give(self, messages: list[tuple[Tensor, int]], deadline: Deadline) -> None:
+        for tensor, peer in messages:
+            self.send(tensor.detach(), peer, _COLLECTIVE, timeout=deadline.left())
+
+    def _take(self, tensor: Tensor, peer: int, deadline: Deadline) -> None:
+        self.recv(tensor.detach(), peer, _COLLECTIVE, timeout=deadline.left())
+
+    def _issue(
+        self,
+        outputs: Sequence[Tensor],
+        timeout: float | None,
+        async_op: bool,
+        step: Callable[..., None],
+        *args: Any,
+    ) -> Work | None:
+        """Run ``step(deadline, *args)`` after all that was issued before it."""
+        self._issued += 1
+        deadline = Deadline(self.timeout if timeout is None else timeout)
+        call = functools.partial(_without_grad, step, deadline, *args)
+        if not async_op and self._lane.idle():
+            call()
+            return None
+        work = self._lane.put(ThreadWork(call, outputs))
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+
+class _Lane:
+    """An in-order queue of works and the thread that runs them, made when first needed."""
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[ThreadWork | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._last: ThreadWork | None = None
+        self._lock = threading.Lock()
+
+    def idle(self) -> bool:
+        """Say whether all that was put here has run."""
+        return self._last is None or self._last.is_completed()
+
+    def put(self, work: ThreadWork) -> ThreadWork:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="phalanx-lane", daemon=True)
+                self._thread.start()
+            self._last = work
+            self._queue.put(work)
+        return work
+
+    def close(self) -> None:
+        with self._lock:
+            if self._thread is not None:
+                self._queue.put(None)
+                self._thread = None
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work.run()
+
+
+def _without_grad(step: Callable[..., None], *args: Any) -> None:
+    with torch.no_grad():
+        step(*args)
+
+
+def _copy(output: Tensor, input: Tensor) -> None:
+    """Copy elements in order, whatever the two shapes."""
+    output.copy_(input.reshape(output.shape))
+
+
+def _parts(tensor: Tensor, size: int) -> Sequence[Tensor]:
+    """Cut into ``size`` flat parts; views if the tensor is contiguous."""
+    return tensor.reshape(size, tensor.numel() // size).unbind(0)
+
+
+def _slices(tensor: Tensor, splits: Sequence[int] | None, size: int) -> Sequence[Tensor]:
+    """Cut along the first dimension, at ``splits`` or evenly."""
+    if tensor.dim() == 0:
+        return [tensor]
+    return torch.split(tensor, list(splits or [tensor.shape[0] // size] * size))

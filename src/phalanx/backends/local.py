@@ -1,0 +1,300 @@
+"""The backend "phalanx": ranks on one machine, as processes or threads, on the native engine."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+
+import phalanx
+from phalanx import _native
+from phalanx.backends.base import GroupBackend
+from phalanx.backends.registry import BackendOptions
+from phalanx.types import DTYPES, ReduceOp, Timeout, seconds
+from phalanx.work import Work
+
+_native.configure(DTYPES, os.path.dirname(os.path.abspath(phalanx.__file__)) + os.sep)
+
+_open_backends: weakref.WeakSet[LocalBackend] = weakref.WeakSet()
+
+
+def create(options: BackendOptions, pg_options: object = None) -> LocalBackend:
+    """Make one rank's end of a group; all its members must do so."""
+    roster, index = _roster(options)
+    members = options.global_ranks if index else list(range(options.group_size))
+    creator = options.group_rank == 0
+    ticket = "" if creator else options.store.get("board").decode()
+    group = _native.Group(
+        roster, members, options.group_rank, options.group_id, options.timeout, ticket
+    )
+    if creator:
+        options.store.set("board", group.ticket)
+    group.attend(creator)
+    return LocalBackend(group, roster, members[options.group_rank], options)
+
+
+def _roster(options: BackendOptions) -> tuple[_native.Roster, bool]:
+    """Return the world's roster, or one of the group's own where the world has none.
+
+    The second value says that the roster counts ranks as the world does.
+    """
+    if "roster" in options.shared:
+        return options.shared["roster"], True
+    rank, size = options.group_rank, options.group_size
+    if rank == 0:
+        roster = _native.Roster.create(size, threads=options.threads or size == 1)
+        options.store.set("roster", roster.ticket)
+    else:
+        roster = _native.Roster.open(options.store.get("roster").decode())
+    roster.join(rank, options.timeout)
+    whole_world = options.global_ranks == list(range(size))
+    if whole_world:
+        options.shared["roster"] = roster
+    return roster, whole_world
+
+
+class NativeWork(Work):
+    """An operation that the engine runs on a thread of its own."""
+
+    def __init__(self, pending: _native.Pending, outputs: Sequence[Tensor]) -> None:
+        self._pending = pending
+        self._outputs = outputs
+
+    def wait(self, timeout: Timeout | None = None) -> bool:
+        self._pending.wait(-1.0 if timeout is None else seconds(timeout))
+        return True
+
+    def is_completed(self) -> bool:
+        return self._pending.done()
+
+    def exception(self) -> BaseException | None:
+        try:
+            self._pending.check()
+        except Exception as error:
+            return error
+        return None
+
+    def result(self) -> list[Tensor]:
+        return list(self._outputs)
+
+    def source_rank(self) -> int:
+        source = self._pending.source()
+        return super().source_rank() if source < 0 else source
+
+
+class LocalBackend(GroupBackend):
+    """A group on the native engine."""
+
+    name: ClassVar[str] = "phalanx"
+
+    def __init__(
+        self, group: _native.Group, roster: _native.Roster, member: int, options: BackendOptions
+    ) -> None:
+        super().__init__(options.group_rank, options.group_size, options.timeout)
+        self._group = group
+        self._roster = roster
+        self._member = member
+        _open_backends.add(self)
+
+    def close(self) -> None:
+        super().close()
+        _open_backends.discard(self)
+        self._group.close()
+
+    def abort(self, reason: str) -> None:
+        self._group.abort(reason)
+
+    def fail(self, reason: str) -> None:
+        """Say, on all groups of this rank's world, that this rank has failed."""
+        self._roster.fail(self._member, reason)
+        self._group.alarm()
+
+    def leave(self) -> None:
+        """Say, on all groups of this rank's world, that this rank has ended."""
+        self._roster.leave(self._member)
+        self._group.alarm()
+
+    def sequence_number(self) -> int:
+        return self._group.sequence
+
+    # Collectives
+
+    def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Work | None:
+        return _work(self._group.barrier(_limit(timeout), async_op), ())
+
+    def all_reduce(
+        self, tensor: Tensor, op: ReduceOp, *, timeout: float | None = None, async_op: bool = False
+    ) -> Work | None:
+        pending = self._group.all_reduce(
+            tensor, op.code, _factor(op), -1.0 if timeout is None else timeout, async_op
+        )
+        return None if pending is None else NativeWork(pending, (tensor,))
+
+    def reduce(
+        self,
+        tensor: Tensor,
+        root: int,
+        op: ReduceOp,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        limit = _limit(timeout)
+        pending = self._group.reduce(tensor, root, op.code, _factor(op), limit, async_op)
+        return _work(pending, (tensor,))
+
+    def broadcast(
+        self, tensor: Tensor, root: int, *, timeout: float | None = None, async_op: bool = False
+    ) -> Work | None:
+        return _work(self._group.broadcast(tensor, root, _limit(timeout), async_op), (tensor,))
+
+    def all_gather(
+        self,
+        outputs: Sequence[Tensor],
+        input: Tensor,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        return _work(self._group.all_gather(outputs, input, _limit(timeout), async_op), outputs)
+
+    def all_gather_single(
+        self, output: Tensor, input: Tensor, *, timeout: float | None = None, async_op: bool = False
+    ) -> Work | None:
+        pending = self._group.all_gather(self._parts(output), input, _limit(timeout), async_op)
+        return _work(pending, (output,))
+
+    def gather(
+        self,
+        outputs: Sequence[Tensor] | None,
+        input: Tensor,
+        root: int,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        pending = self._group.gather(outputs, input, root, _limit(timeout), async_op)
+        return _work(pending, outputs or ())
+
+    def scatter(
+        self,
+        output: Tensor,
+        inputs: Sequence[Tensor] | None,
+        root: int,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        pending = self._group.scatter(output, inputs, root, _limit(timeout), async_op)
+        return _work(pending, (output,))
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        inputs: Sequence[Tensor],
+        op: ReduceOp,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        limit = _limit(timeout)
+        pending = self._group.reduce_scatter(output, inputs, op.code, _factor(op), limit, async_op)
+        return _work(pending, (output,))
+
+    def reduce_scatter_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: ReduceOp,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        parts, limit = self._parts(input), _limit(timeout)
+        pending = self._group.reduce_scatter(output, parts, op.code, _factor(op), limit, async_op)
+        return _work(pending, (output,))
+
+    def all_to_all(
+        self,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        limit = _limit(timeout)
+        pending = self._group.all_to_all(outputs, inputs, inputs[self.rank], limit, async_op)
+        return _work(pending, outputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        outputs = self._parts(output, output_splits)
+        inputs = self._parts(input, input_splits)
+        pending = self._group.all_to_all(outputs, inputs, input, _limit(timeout), async_op)
+        return _work(pending, (output,))
+
+    # Messages
+
+    def send(
+        self,
+        tensor: Tensor,
+        dst: int,
+        tag: int = 0,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        return _work(self._group.send(tensor, dst, tag, _limit(timeout), async_op), (tensor,))
+
+    def recv(
+        self,
+        tensor: Tensor,
+        src: int | None,
+        tag: int = 0,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | int:
+        source = -1 if src is None else src
+        got = self._group.recv(tensor, source, tag, _limit(timeout), async_op)
+        return NativeWork(got, (tensor,)) if async_op else cast(int, got)
+
+    def _parts(self, tensor: Tensor, splits: Sequence[int] | None = None) -> Any:
+        """Return a tensor as one part per rank along dim 0; equal parts are cut by the engine."""
+        if splits:
+            return torch.split(tensor, list(splits))
+        if tensor.is_contiguous():
+            return tensor
+        return tensor.chunk(self.size)
+
+
+def _limit(timeout: float | None) -> float:
+    return -1.0 if timeout is None else timeout
+
+
+def _factor(op: ReduceOp) -> float:
+    return 1.0 if op.factor is None else op.factor
+
+
+def _work(pending: _native.Pending | None, outputs: Sequence[Tensor]) -> NativeWork | None:
+    return None if pending is None else NativeWork(pending, outputs)
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    # A rank that ends without destroying its groups must not keep the others waiting.
+    for backend in list(_open_backends):
+        backend.leave()

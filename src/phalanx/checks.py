@@ -1,0 +1,172 @@
+"""What arguments may be: one function per kind of argument.
+
+What is wrong with a single rank's call is found here, before anybody else hears of it.
+Types are a TypeError, values a ValueError, devices and splits a RuntimeError, as torch has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from phalanx.errors import DistBackendError
+from phalanx.group import ProcessGroup
+from phalanx.types import DTYPES, REAL_DTYPES, ReduceOp
+
+_STRIDED = torch.strided
+
+
+def plain(tensor: object, dtypes: Collection[torch.dtype] = REAL_DTYPES) -> TypeGuard[Tensor]:
+    """Say whether this is a tensor that needs no second look. Fast; False is no verdict."""
+    return (
+        isinstance(tensor, Tensor)
+        and tensor.is_cpu
+        and tensor.layout is _STRIDED
+        and tensor.dtype in dtypes
+    )
+
+
+def movable(value: Any, name: str, operation: str, written: bool = True) -> Tensor:
+    """Return argument ``name``, a tensor or NumPy array, as a tensor whose bytes can be moved."""
+    if plain(value):
+        return value
+    if isinstance(value, np.ndarray):
+        if value.flags.writeable:
+            value = torch.from_numpy(value)
+        elif written:
+            raise ValueError(f"{operation} writes to {name}, which is a read-only array")
+        else:
+            value = torch.from_numpy(value.copy())
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"{operation} needs a tensor or array as {name}, got {type(value).__name__}"
+        )
+    if not value.is_cpu:
+        raise DistBackendError(
+            f"{operation} cannot use {name} on device {value.device}: only CPU tensors are served "
+            "in this version; move it with .cpu()"
+        )
+    if value.layout is not _STRIDED:
+        raise ValueError(
+            f"{operation} needs {name} with dense layout, got {value.layout}; "
+            "make it dense with .to_dense()"
+        )
+    if value.is_conj() or value.is_neg():
+        raise ValueError(
+            f"{operation} cannot use {name}, a view whose conjugation or negation is still to be "
+            "done; do it with .resolve_conj().resolve_neg()"
+        )
+    if value.dtype not in DTYPES:
+        raise TypeError(f"{operation} cannot move elements of {value.dtype} ({name})")
+    return value
+
+
+def reducible(value: Any, name: str, operation: str, op: ReduceOp, written: bool = True) -> Tensor:
+    """Return argument ``name`` as a tensor that ``op`` can reduce."""
+    if plain(value, op.real_dtypes):
+        return value
+    tensor = movable(value, name, operation, written)
+    if tensor.dtype not in op.dtypes:
+        if op == ReduceOp.PREMUL_SUM:
+            raise ValueError(f"{operation}: PREMUL_SUM needs its factor, as ReduceOp.premul_sum(2)")
+        raise ValueError(f"{operation} does not support {op} on {tensor.dtype} tensors")
+    return tensor
+
+
+def tensors(
+    values: Any, name: str, operation: str, size: int | None = None, written: bool = True
+) -> list[Tensor]:
+    """Return argument ``name``, a list of ``size`` tensors of one dtype."""
+    if not isinstance(values, list | tuple):
+        raise TypeError(
+            f"{operation} needs a list of tensors as {name}, got {type(values).__name__}"
+        )
+    found = [
+        value if plain(value) else movable(value, f"{name}[{i}]", operation, written)
+        for i, value in enumerate(values)
+    ]
+    if size is not None and len(found) != size:
+        raise ValueError(
+            f"{operation} needs one tensor per rank in {name}: got {len(found)} for {size} ranks"
+        )
+    for i, tensor in enumerate(found):
+        if tensor.dtype != found[0].dtype:
+            raise ValueError(
+                f"{operation} needs one dtype, but {name}[0] is {found[0].dtype} and "
+                f"{name}[{i}] is {tensor.dtype}"
+            )
+    return found
+
+
+def same_dtype(a: Tensor, b: Tensor, names: str, operation: str) -> None:
+    """Check that ``names``, two arguments such as "output and input", have one dtype."""
+    if a.dtype != b.dtype:
+        raise ValueError(f"{operation} needs {names} of one dtype, got {a.dtype} and {b.dtype}")
+
+
+def same_count(a: Tensor, b: Tensor, names: str, operation: str, times: int = 1) -> None:
+    """Check that the first of ``names`` has ``times`` as many elements as the second."""
+    if a.numel() != times * b.numel():
+        relation = f"{times} times as many elements in" if times != 1 else "as many elements in"
+        raise ValueError(
+            f"{operation} needs {relation} the first of {names} as in the second, got shapes "
+            f"{tuple(a.shape)} and {tuple(b.shape)}"
+        )
+
+
+def splits(
+    tensor: Tensor, sizes: Sequence[int] | None, name: str, operation: str, size: int
+) -> list[int]:
+    """Return how the first dimension of argument ``name`` is cut for ``size`` ranks."""
+    length = tensor.shape[0] if tensor.dim() else 1
+    if not sizes:
+        if length % size:
+            raise RuntimeError(
+                f"{operation}: {name} has {length} rows, which {size} ranks cannot share equally; "
+                "give split sizes"
+            )
+        return [length // size] * size
+    found = [int(part) for part in sizes]
+    if len(found) != size:
+        raise RuntimeError(
+            f"{operation} needs one split size per rank for {name}: got {len(found)} for {size} "
+            "ranks"
+        )
+    if min(found) < 0 or sum(found) != length:
+        raise RuntimeError(
+            f"{operation}: the split sizes {found} of {name} do not add up to its {length} rows"
+        )
+    return found
+
+
+def peer(
+    group: ProcessGroup, global_rank: int | None, group_rank: int | None, name: str, operation: str
+) -> int:
+    """Return the group rank that ``name`` (global) or ``group_name`` (in the group) means."""
+    if group_rank is not None:
+        if global_rank is not None:
+            raise ValueError(f"{operation} takes {name} or group_{name}, not both")
+        group.to_global_rank(group_rank)
+        return group_rank
+    if global_rank is None:
+        raise ValueError(f"{operation} needs {name} (a global rank) or group_{name}")
+    return group.to_group_rank(global_rank)
+
+
+def tag(value: Any, operation: str) -> int:
+    """Return a message tag, an integer of at most 31 bits."""
+    if not isinstance(value, int) or not 0 <= value < 1 << 31:
+        raise ValueError(f"{operation} needs a tag from 0 to 2**31 - 1, got {value!r}")
+    return value
+
+
+def only_on_root(given: object, name: str, is_root: bool, root: str, operation: str) -> None:
+    """Check that argument ``name`` is there on the root rank and nowhere else."""
+    if is_root and not given:
+        raise ValueError(f"{operation} needs {name} on the {root} rank")
+    if given and not is_root:
+        raise ValueError(f"{operation} takes {name} on the {root} rank only")

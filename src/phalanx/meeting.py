@@ -1,0 +1,96 @@
+"""How the ranks of a job on one machine meet when nobody gave them an address.
+
+Rank 0 runs a store on a free port and writes its address, with a secret made for the occasion, to
+a file in a directory that only this user can enter. The file's name is a hash of what the ranks of
+one job share and no other job has (see `rendezvous`). The last rank to arrive removes it.
+
+A file that a killed job left behind does no harm: whoever reads it finds no server that knows its
+secret, and looks again until rank 0 of the living job has replaced it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import stat
+import tempfile
+import time
+from pathlib import Path
+
+from phalanx.errors import DistNetworkError, DistStoreError, StoreTimeout
+from phalanx.stores import TCPStore
+
+# A server on this machine that is alive answers within this time.
+_CONNECT_SECONDS = 5.0
+_HOST = "127.0.0.1"
+
+
+def private_directory() -> Path:
+    """Return this user's directory for meetings, made if need be; refuse one open to others."""
+    path = Path(tempfile.gettempdir(), f"phalanx-{os.geteuid()}")
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    status = path.lstat()
+    if (
+        not stat.S_ISDIR(status.st_mode)
+        or status.st_uid != os.geteuid()
+        or stat.S_IMODE(status.st_mode) & 0o077
+    ):
+        raise DistStoreError(
+            f"'{path}' must be a directory that this user owns and nobody else can enter, but it "
+            f"is {stat.filemode(status.st_mode)} of user {status.st_uid}; remove it, or set TMPDIR"
+        )
+    return path
+
+
+def meet(identity: tuple[str, ...], rank: int, world_size: int, timeout: float) -> TCPStore:
+    """Return a store that all ranks of the job `identity` share; rank 0 runs its server."""
+    name = hashlib.sha256("\0".join(identity).encode()).hexdigest()[:32]
+    path = private_directory() / name
+    store = _host(path, timeout) if rank == 0 else _find(path, identity, timeout)
+    if store.add("arrived", 1) == world_size:
+        path.unlink(missing_ok=True)
+    return store
+
+
+def _host(path: Path, timeout: float) -> TCPStore:
+    secret = secrets.token_hex(32)
+    store = TCPStore(_HOST, 0, is_master=True, timeout=timeout, secret=secret)
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump({"port": store.port, "secret": secret}, file)
+        draft.replace(path)  # at once: nobody reads half of it
+    except OSError as error:
+        draft.unlink(missing_ok=True)
+        raise DistStoreError(
+            f"rank 0 cannot write '{path}' to be found by the others: {error}"
+        ) from error
+    return store
+
+
+def _find(path: Path, identity: tuple[str, ...], timeout: float) -> TCPStore:
+    deadline = time.monotonic() + timeout
+    tried = found = ""
+    pause = 0.001
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            found = path.read_text()
+        if found != tried:
+            tried = found
+            address = json.loads(found)
+            with contextlib.suppress(DistNetworkError):
+                store = TCPStore(
+                    _HOST, address["port"], timeout=_CONNECT_SECONDS, secret=address["secret"]
+                )
+                store.set_timeout(timeout)
+                return store
+        time.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+        pause = min(2 * pause, 0.05)
+    raise StoreTimeout(
+        f"rank 0 of the job ({' '.join(identity)}) did not show up in '{path.parent}' within "
+        f"{timeout:g} s; look at its output first: it must run on this machine, as this user"
+    )

@@ -1,0 +1,394 @@
+"""How ranks find each other: an address, a file, or what their launcher tells them.
+
+`rendezvous(url)` yields `(store, rank, world_size)`. What the schemes mean:
+
+tcp://host:port    rank 0 runs a store there, the others connect to it.
+file:///path       a file that all ranks can reach.
+env://             the environment says: RANK and WORLD_SIZE (torchrun, or set by hand), or the
+                   variables of Open MPI, of MPICH and its relatives, or of Slurm.
+
+With `env://`, MASTER_ADDR and MASTER_PORT are where rank 0 runs the store. They may be missing
+under an MPI launcher or Slurm if all ranks are on one machine: then they meet in a private
+directory (see `meeting`), under a name made from what identifies the job. torchrun does set them,
+but to the store of its own agent, which speaks another protocol: there too ranks meet in the
+directory, so that no second port has to be agreed on.
+
+A process may rendezvous again and again at one place: each time is a world of its own, and all
+ranks must come the same number of times.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from phalanx.errors import DistError, StoreTimeout
+from phalanx.meeting import meet
+from phalanx.stores import FileStore, PrefixStore, Store, TCPStore
+from phalanx.stores.base import Timeout, seconds
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+Rendezvous = Iterator[tuple[Store, int, int]]
+Handler = Callable[..., Rendezvous]
+
+_handlers: dict[str, Handler] = {}
+
+
+def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
+    """Make `rendezvous` call `handler(url, **kwargs)` for URLs of this scheme.
+
+    The handler gets rank and world size, where the caller gave them, as the URL's query, and yields
+    `(store, rank, world_size)`.
+    """
+    if scheme in _handlers:
+        raise RuntimeError(f"scheme '{scheme}://' already has a rendezvous handler")
+    _handlers[scheme] = handler
+
+
+def rendezvous(
+    url: str = "env://", rank: int = -1, world_size: int = -1, **kwargs: Any
+) -> Rendezvous:
+    """Find the other ranks, and yield `(store, rank, world_size)` once.
+
+    Every rank calls it with the same URL. `rank` and `world_size`, if not -1, win over what the
+    environment says; giving them here and in the URL is an error.
+    """
+    if not isinstance(url, str):
+        raise TypeError(f"rendezvous: url must be str, not {type(url).__name__}")
+    parts = urlsplit(url)
+    if parts.scheme not in _handlers:
+        known = ", ".join(f"{scheme}://" for scheme in sorted(_handlers))
+        raise ValueError(f"rendezvous: unknown scheme in '{url}' (known: {known})")
+    query = dict(parse_qsl(parts.query))
+    for name, number in (("rank", rank), ("world_size", world_size)):
+        if isinstance(number, bool) or not isinstance(number, int):
+            raise TypeError(f"rendezvous: {name} must be an int, not {type(number).__name__}")
+        if number == -1:
+            continue
+        if name in query:
+            raise ValueError(f"rendezvous: {name} is given as an argument and in '{url}'; give one")
+        query[name] = str(number)
+    text = "&".join(f"{name}={value}" for name, value in query.items())
+    return _handlers[parts.scheme](parts._replace(query=text).geturl(), **kwargs)
+
+
+# --- worlds that follow each other at one place
+
+
+_lock = threading.Lock()
+# A rank keeps its way to a place, and rank 0 the server there, until the process ends: a rank that
+# is quick to come back must not find the server of the world before it about to close.
+_places: dict[tuple[object, ...], TCPStore] = {}
+_visits: Counter[tuple[object, ...]] = Counter()
+
+
+def _forget() -> None:
+    with _lock:
+        _places.clear()
+        _visits.clear()
+
+
+atexit.register(_forget)
+
+
+def _next_world(place: tuple[object, ...], store: Store, rank: int) -> Store:
+    """Return the part of the store that belongs to this rank's next visit of the place."""
+    with _lock:
+        visit = _visits[place]
+        _visits[place] += 1
+    if rank == 0 and visit >= 2:
+        # Everybody has been seen in the world before this one, so the one before that is over.
+        past = PrefixStore(f"world{visit - 2}", store)
+        for key in past.list_keys():
+            past.delete_key(key)
+    return PrefixStore(f"world{visit}", store)
+
+
+def _visit(place: tuple[object, ...], rank: int, arrive: Callable[[], TCPStore]) -> Store:
+    place = (*place, rank)
+    with _lock:
+        store = _places.get(place)
+    if store is None:
+        store = arrive()
+        with _lock:
+            _places[place] = store
+    return _next_world(place, store.clone(), rank)
+
+
+# --- schemes
+
+
+def _number(name: str, text: str, source: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{source}: {name} must be an integer, but it is {text!r}") from None
+
+
+def _rank_and_size(url: str) -> tuple[int, int]:
+    query = dict(parse_qsl(urlsplit(url).query))
+    for name, meaning in (
+        ("rank", "the number of this process, from 0"),
+        ("world_size", "how many processes there are"),
+    ):
+        if name not in query:
+            raise ValueError(
+                f"{url}: {name} ({meaning}) is missing; pass it as an argument or in the query"
+            )
+    return _number("rank", query["rank"], url), _number("world_size", query["world_size"], url)
+
+
+def _tcp(url: str, timeout: Timeout = DEFAULT_TIMEOUT, **_: object) -> Rendezvous:
+    parts = urlsplit(url)
+    if not parts.hostname or parts.port is None:
+        raise ValueError(f"{url}: must name rank 0's host and port, as in tcp://10.0.0.1:29500")
+    rank, world_size = _rank_and_size(url)
+    yield _at(parts.hostname, parts.port, rank, timeout), rank, world_size
+    raise _once("tcp://")
+
+
+def _file(url: str, timeout: Timeout = DEFAULT_TIMEOUT, **_: object) -> Rendezvous:
+    parts = urlsplit(url)
+    path = parts.netloc + parts.path
+    if not path:
+        raise ValueError(f"{url}: must name a file, as in file:///shared/job-17")
+    rank, world_size = _rank_and_size(url)
+    store = FileStore(path, world_size)
+    store.set_timeout(timeout)
+    yield _next_world(("file", os.path.abspath(path), rank), store, rank), rank, world_size
+    raise _once("file://")
+
+
+def _env(url: str, timeout: Timeout = DEFAULT_TIMEOUT, **_: object) -> Rendezvous:
+    yield from_environment(os.environ, dict(parse_qsl(urlsplit(url).query)), timeout)
+    raise _once("env://")
+
+
+def from_environment(
+    environment: Mapping[str, str], given: Mapping[str, str], timeout: Timeout
+) -> tuple[Store, int, int]:
+    """Return store, rank and world size as a launcher's variables say; what is `given` wins."""
+    launcher = _launcher(environment, given)
+
+    def own(name: str, variable: str, meaning: str) -> int:
+        if name in given:
+            return _number(name, given[name], "env://")
+        return _number(variable, _require(environment, variable, meaning), "env://")
+
+    rank = own("rank", launcher.rank, "the number of this process, from 0")
+    world_size = own("world_size", launcher.size, "how many processes there are")
+
+    identity = _torchrun_identity(environment)
+    if not identity and not {"MASTER_ADDR", "MASTER_PORT"} & environment.keys():
+        identity = launcher.job(environment)
+    if identity:
+        _require_one_machine(environment, launcher, world_size)
+        store = _visit(identity, rank, lambda: meet(identity, rank, world_size, seconds(timeout)))
+        store.set_timeout(timeout)
+    else:
+        host = _require(environment, "MASTER_ADDR", "the host that rank 0 runs on")
+        port = _require(environment, "MASTER_PORT", "a free port on that host")
+        store = _at(host, _number("MASTER_PORT", port, "env://"), rank, timeout)
+    return store, rank, world_size
+
+
+register_rendezvous_handler("tcp", _tcp)
+register_rendezvous_handler("file", _file)
+register_rendezvous_handler("env", _env)
+
+
+def _at(host: str, port: int, rank: int, timeout: Timeout) -> Store:
+    """Return the store at an address; rank 0 runs it."""
+
+    def arrive() -> TCPStore:
+        return TCPStore(host, port, is_master=rank == 0, timeout=timeout, multi_tenant=True)
+
+    store = _visit(("tcp", host, port), rank, arrive)
+    store.set_timeout(timeout)
+    return store
+
+
+def _once(scheme: str) -> RuntimeError:
+    return RuntimeError(f"{scheme} yields one world; call rendezvous() again for another")
+
+
+# --- launchers
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The variables by which a launcher tells a process who it is."""
+
+    name: str
+    rank: str
+    size: str
+    local_size: str
+    identity: tuple[str, ...] = ()  # together the same for all ranks of a job, and for no other job
+    ancestor: str = ""  # or the process that started all of them
+
+    def job(self, environment: Mapping[str, str]) -> tuple[str, ...]:
+        """Return what all ranks of this job share and no other job has; nothing if unknown."""
+        values = [f"{name}={environment[name]}" for name in self.identity if name in environment]
+        if self.ancestor:
+            values.append(_ancestor(self.ancestor))
+        return (self.name, *values) if values else ()
+
+
+_LAUNCHERS = (
+    Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+        identity=("PMIX_NAMESPACE", "PMIX_SERVER_URI2", "OMPI_MCA_ess_base_jobid"),
+    ),
+    Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", ancestor="hydra"),
+    Launcher(
+        "Slurm",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_STEP_TASKS_PER_NODE",
+        identity=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    ),
+)
+
+
+def _launcher(environment: Mapping[str, str], given: Mapping[str, str]) -> Launcher:
+    """Return the launcher whose variables are there.
+
+    MPI launchers come before Slurm, under which they may run themselves; a batch script that was
+    not started by srun has a SLURM_PROCID too, but no step.
+    """
+    for launcher in _LAUNCHERS:
+        if launcher.rank not in environment:
+            continue
+        if launcher.name == "MPICH" and launcher.local_size not in environment:
+            continue  # Slurm sets PMI_RANK as well
+        if launcher.name == "Slurm" and "SLURM_STEP_ID" not in environment:
+            continue
+        return launcher
+    if given or "WORLD_SIZE" in environment:
+        return _LAUNCHERS[0]
+    others = ", ".join(f"{launcher.rank} ({launcher.name})" for launcher in _LAUNCHERS[1:])
+    raise ValueError(
+        "env:// found no launcher: RANK (the number of this process, from 0) is not set, and "
+        f"neither is {others}; start with torchrun, mpirun or srun, or set RANK, WORLD_SIZE, "
+        "MASTER_ADDR and MASTER_PORT, or give another URL or a store"
+    )
+
+
+def _require(environment: Mapping[str, str], name: str, meaning: str) -> str:
+    value = environment.get(name)
+    if value:
+        return value
+    family = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    found = ", ".join(f"{other}={environment[other]}" for other in family if other in environment)
+    state = "empty" if value == "" else "not set"
+    raise ValueError(
+        f"env://: the environment variable {name} ({meaning}) is {state}; found: {found or 'none'}"
+    )
+
+
+def _require_one_machine(
+    environment: Mapping[str, str], launcher: Launcher, world_size: int
+) -> None:
+    local = environment.get(launcher.local_size)
+    # Slurm writes "4", or for several machines "4(x2)" or "4,3".
+    if local is None or local == str(world_size):
+        return
+    master = "" if launcher.rank == "RANK" else ", or set MASTER_ADDR and MASTER_PORT"
+    raise ValueError(
+        f"env://: of {world_size} ranks, {launcher.local_size}={local} are on this machine; ranks "
+        "on several machines need an address: give tcp://HOST:PORT, rank 0's host and a free port "
+        f"there{master}"
+    )
+
+
+def _torchrun_identity(environment: Mapping[str, str]) -> tuple[str, ...]:
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ()
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT")
+    values = [f"{name}={environment.get(name, '')}" for name in names]
+    # .../<made for this run>/attempt_0/<local rank>/error.json tells runs at one port apart.
+    error_file = environment.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        values.append(str(Path(error_file).parent.parent))
+    return ("torchrun", *values)
+
+
+def _ancestor(name: str) -> str:
+    """Return pid and start time of the nearest ancestor called so, or else of the parent."""
+    parent = ""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            break
+        # The name stands in parentheses and may itself hold any character.
+        start, end = text.index("("), text.rindex(")")
+        fields = text[end + 2 :].split()
+        label = f"pid={pid} start={fields[19]}"
+        if name and text[start + 1 : end].startswith(name):
+            return label
+        parent = parent or label
+        pid = int(fields[1])
+    return parent
+
+
+# --- who is there
+
+
+def check_in(store: Store, rank: int, world_size: int, timeout: Timeout) -> None:
+    """Wait until all ranks of a world are there, and agree on what it is.
+
+    Every rank calls it once with a store (or a `PrefixStore`) that no other world uses. If ranks
+    disagree on the world size, or two claim one rank, or a rank is out of range, every rank raises
+    the same `DistError`. A rank does a fixed number of store operations, however large the world.
+    """
+
+    complaint = ""
+    if world_size < 1 or not 0 <= rank < world_size:
+        complaint = (
+            f"a process says that it is rank {rank} of {world_size}; ranks are 0 to size - 1"
+        )
+    elif store.add(f"rank/{rank}", 1) > 1:
+        complaint = f"two processes claim to be rank {rank} of {world_size}; each must be another"
+    else:
+        size, witness = store.compare_set("size", "", f"{world_size} {rank}").decode().split()
+        if size != str(world_size):
+            complaint = (
+                f"ranks disagree on the world size: rank {witness} says {size}, "
+                f"rank {rank} says {world_size}; start all with the same"
+            )
+    # A rank complains before it is counted, so a world is not complete with one that did.
+    if complaint:
+        store.compare_set("verdict", "", complaint)
+    elif store.add("arrived", 1) == world_size:
+        store.compare_set("verdict", "", "complete")
+    try:
+        store.wait(["verdict"], timeout)
+    except StoreTimeout:
+        # Somebody is missing: now it may cost an operation per rank to say who.
+        missing = [str(other) for other in range(world_size) if not store.check([f"rank/{other}"])]
+        named = ", ".join(missing[:16]) + (", ..." if len(missing) > 16 else "")
+        raise StoreTimeout(
+            f"rank {rank} waited {seconds(timeout):g} s for {len(missing)} of {world_size} ranks "
+            f"that did not come: {named}; look at their output first"
+        ) from None
+    verdict = store.get("verdict").decode()
+    # One that comes when the world is complete without it is alone with its complaint.
+    if complaint and verdict == "complete":
+        verdict = complaint
+    if verdict != "complete":
+        raise DistError(f"rank {rank} of {world_size}: {verdict}")

@@ -1,0 +1,127 @@
+"""A store in a server process, reached over TCP."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+
+from phalanx import _native
+from phalanx.errors import StoreTimeout
+from phalanx.stores.base import DEFAULT_TIMEOUT, Timeout, seconds
+from phalanx.stores.core import CoreStore
+
+SECRET_VARIABLE = "PHALANX_SECRET"
+
+# Servers that further masters of this process may share (`multi_tenant`), by address.
+_tenancies: weakref.WeakValueDictionary[tuple[str, int], _native.StoreServer] = (
+    weakref.WeakValueDictionary()
+)
+_tenancies_lock = threading.Lock()
+
+
+class TCPStore(CoreStore):
+    """Keep keys in a server that the master process runs, in a native thread of its own.
+
+    The server listens on `host_name` and nothing else. Port 0 picks a free one, to be read from
+    `port`. If there is a `secret` (by default the environment variable PHALANX_SECRET), server and
+    clients prove to each other that they know it before anything else is said; it proves identity
+    and does not encrypt.
+
+    `set` returns when it is on its way: whatever is asked through this store next, in any thread,
+    comes after it. All other operations return when they are done.
+
+    A client keeps trying to connect for `timeout`. With `world_size` given and `wait_for_workers`,
+    the master's constructor returns once that many processes, itself included, have connected.
+    `multi_tenant` lets several masters of one process share the server of a port.
+    `master_listen_fd` is a listening socket to take over. `use_libuv` is accepted and changes
+    nothing. The server ends with the last TCPStore of the master that uses it.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
+        *,
+        secret: str | None = None,
+    ) -> None:
+        if not 0 <= port < 1 << 16:
+            raise ValueError(f"TCPStore: port must be from 0 to 65535, not {port}")
+        if port == 0 and not is_master:
+            raise ValueError("TCPStore: port 0 is for the master; a client needs the port it chose")
+        if secret is None:
+            secret = os.environ.get(SECRET_VARIABLE, "")
+        self._host = host_name
+        self._server: _native.StoreServer | None = None
+        if is_master:
+            fd = -1 if master_listen_fd is None else master_listen_fd
+            self._server = _serve(host_name, port, secret, fd, multi_tenant)
+            port = self._server.port
+        self._port = port
+        super().__init__(_native.StoreClient(host_name, port, secret, seconds(timeout)))
+        self._seconds = seconds(timeout)
+        if wait_for_workers and world_size is not None and world_size > 0:
+            self._gather(world_size, is_master)
+
+    def _gather(self, world_size: int, is_master: bool) -> None:
+        """Count this process in; as the master, wait until all have come."""
+        start = time.monotonic()
+        if self.add("init/", 1) == world_size:
+            self.queue_push("init/", b"")  # a queue: not one more key for users to see
+        if not is_master:
+            return
+        try:
+            self.queue_pop("init/")
+        except StoreTimeout:
+            arrived = self.add("init/", 0)
+            raise StoreTimeout(
+                f"TCPStore on {self._host}:{self._port}: {arrived} of {world_size} processes came "
+                f"within {time.monotonic() - start:.3g} s; look at those that did not start"
+            ) from None
+
+    @property
+    def host(self) -> str:
+        """The host name that the server listens on."""
+        return self._host
+
+    @property
+    def port(self) -> int:
+        """The port that the server listens on."""
+        return self._port
+
+    @property
+    def libuvBackend(self) -> bool:
+        """Whether the server is built on libuv: never."""
+        return False
+
+    def clone(self) -> TCPStore:
+        twin = TCPStore.__new__(TCPStore)
+        CoreStore.__init__(twin, self._core)
+        twin._host, twin._port, twin._server = self._host, self._port, self._server
+        twin._seconds = self._seconds
+        return twin
+
+    def __repr__(self) -> str:
+        role = "master" if self._server else "client"
+        return f"TCPStore({self._host!r}, {self._port}, {role})"
+
+
+def _serve(
+    host: str, port: int, secret: str, listen_fd: int, multi_tenant: bool
+) -> _native.StoreServer:
+    if not multi_tenant:
+        return _native.StoreServer(host, port, secret, listen_fd)
+    with _tenancies_lock:
+        server = _tenancies.get((host, port))
+        if server is None:
+            server = _native.StoreServer(host, port, secret, listen_fd)
+            _tenancies[host, server.port] = server
+        return server

@@ -1,0 +1,169 @@
+"""Handles of operations that have been started and may still be running."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from phalanx.errors import DistTimeout
+from phalanx.types import Deadline, Timeout, seconds
+
+
+class Work(ABC):
+    """An operation in flight.
+
+    Whoever holds it may wait from any thread, any number of times. Tensors of the operation
+    belong to it until it has completed. Dropping a work does not stop it.
+    """
+
+    _future: Future[Any] | None = None
+
+    @abstractmethod
+    def wait(self, timeout: Timeout | None = None) -> bool:
+        """Block until done, return True; raise what the operation raised, or DistTimeout.
+
+        ``timeout`` (None: the deadline of the operation itself) bounds this wait, not the
+        operation.
+        """
+
+    @abstractmethod
+    def is_completed(self) -> bool:
+        """Say, without blocking, whether the operation has ended, well or not."""
+
+    @abstractmethod
+    def exception(self) -> BaseException | None:
+        """Return what the operation raised, None while it runs and when it went well."""
+
+    @abstractmethod
+    def result(self) -> list[torch.Tensor]:
+        """Return the output tensors of the completed operation."""
+
+    def is_success(self) -> bool:
+        """Say whether the operation has ended well."""
+        return self.is_completed() and self.exception() is None
+
+    def source_rank(self) -> int:
+        """Return the group rank that a completed receive got its message from."""
+        raise ValueError("source_rank() is only known for a receive")
+
+    def synchronize(self) -> None:
+        """Block until done, as ``wait()``."""
+        self.wait()
+
+    def get_future(self) -> Future[Any]:
+        """Return a ``torch.futures.Future`` of the list of output tensors."""
+        future = self._future
+        if future is None:
+            future = self._future = Future()
+            if self.is_completed():
+                self._fulfil(future)
+            else:
+                threading.Thread(
+                    target=self._fulfil, args=(future,), name="phalanx-future", daemon=True
+                ).start()
+        return future
+
+    def _fulfil(self, future: Future[Any]) -> None:
+        try:
+            self.wait()
+        except Exception as error:
+            future.set_exception(error)
+        else:
+            future.set_result(self.result())
+
+
+class CompletedWork(Work):
+    """Work that was done by the time it was handed out."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor] = (), source: int | None = None) -> None:
+        self._outputs = list(outputs)
+        self._source = source
+
+    def wait(self, timeout: Timeout | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def source_rank(self) -> int:
+        return super().source_rank() if self._source is None else self._source
+
+
+class ThreadWork(Work):
+    """A Python call that some thread makes: ``run()`` makes it, ``start()`` in a thread of its own.
+
+    What the call returns, if anything, is the source rank of a receive.
+    """
+
+    def __init__(self, call: Callable[[], int | None], outputs: Sequence[torch.Tensor]) -> None:
+        self._call: Callable[[], int | None] | None = call
+        self._outputs = list(outputs)
+        self._source: int | None = None
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+
+    def start(self) -> ThreadWork:
+        threading.Thread(target=self.run, name="phalanx-work", daemon=True).start()
+        return self
+
+    def run(self) -> None:
+        assert self._call is not None
+        try:
+            self._source = self._call()
+        except BaseException as error:
+            self._error = error
+        self._call = None  # frees what the call holds, also while the work is kept
+        self._done.set()
+
+    def wait(self, timeout: Timeout | None = None) -> bool:
+        limit = None if timeout is None else seconds(timeout)
+        if not self._done.wait(limit):
+            raise DistTimeout(f"the operation is still running after a wait of {limit} s")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def source_rank(self) -> int:
+        return super().source_rank() if self._source is None else self._source
+
+
+class JoinedWork(Work):
+    """Several works, seen as one that is done when all are."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = list(works)
+
+    def wait(self, timeout: Timeout | None = None) -> bool:
+        deadline = None if timeout is None else Deadline(seconds(timeout))
+        for work in self._works:
+            work.wait(None if deadline is None else deadline.left())
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((e for work in self._works if (e := work.exception()) is not None), None)
+
+    def result(self) -> list[torch.Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]

@@ -1,0 +1,222 @@
+"""A rank that dies, leaves or raises ends the others' waits with an error that names it."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import phalanx as dist
+from phalanx.testing import run_ranks
+
+SIZE = 3
+SIZES = [1, 100, 5_000, 300_000]
+
+
+def _any_operation(rng: random.Random, rank: int) -> None:
+    """Do one operation that all ranks choose alike."""
+    count = rng.choice(SIZES)
+    name = rng.choice(
+        ["all_reduce", "broadcast", "all_gather", "all_to_all", "ring", "async", "barrier"]
+    )
+    tensor = torch.ones(count)
+    if name == "all_reduce":
+        dist.all_reduce(tensor)
+    elif name == "broadcast":
+        dist.broadcast(tensor, rng.randrange(SIZE))
+    elif name == "all_gather":
+        dist.all_gather([torch.empty(count) for _ in range(SIZE)], tensor)
+    elif name == "all_to_all":
+        dist.all_to_all([torch.empty(count) for _ in range(SIZE)], [tensor] * SIZE)
+    elif name == "ring":
+        sent = dist.isend(tensor, (rank + 1) % SIZE)
+        dist.recv(torch.empty(count), (rank - 1) % SIZE)
+        sent.wait()
+    elif name == "async":
+        for work in [dist.all_reduce(tensor.clone(), async_op=True) for _ in range(3)]:
+            work.wait()
+    else:
+        dist.barrier()
+
+
+def _until_somebody_dies(seed: int, victim: int) -> tuple[str, str]:
+    rank = dist.get_rank()
+    if rank == victim:
+        moment = random.Random(seed).uniform(0, 0.2)
+        killer = threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL))
+        killer.start()
+    rng = random.Random(seed)
+    try:
+        while True:
+            _any_operation(rng, rank)
+    except dist.DistError as error:
+        return type(error).__name__, str(error)
+
+
+def _memory_files() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_kill_at_any_moment_is_named_by_all_survivors(seed: int) -> None:
+    victim = seed % SIZE
+    before = _memory_files()
+    results = run_ranks(
+        _until_somebody_dies, SIZE, seed, victim, ranks="processes", return_exceptions=True
+    )
+    for rank, result in enumerate(results):
+        if rank == victim:
+            assert "SIGKILL" in str(result)
+        else:
+            kind, text = result
+            assert kind == "PeerFailed"
+            assert f"rank {victim}" in text
+    assert _memory_files() <= before
+
+
+def _kill_all() -> None:
+    dist.empty_shared(1000)
+    dist.all_reduce(torch.ones(100_000))
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_nothing_is_left_when_every_rank_is_killed() -> None:
+    before = _memory_files()
+    results = run_ranks(_kill_all, 2, ranks="processes", return_exceptions=True)
+    assert all("SIGKILL" in str(result) for result in results)
+    assert _memory_files() <= before
+
+
+def _leave_early() -> str:
+    if dist.get_rank() == 1:
+        return "left"
+    with pytest.raises(dist.PeerFailed, match="rank 1"):
+        dist.barrier()
+    return "told"
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_a_rank_that_leaves_is_named(ranks: str) -> None:
+    assert run_ranks(_leave_early, 3, ranks=ranks) == ["told", "left", "told"]
+
+
+def _exit_without_goodbye() -> None:
+    if dist.get_rank() == 0:
+        os._exit(3)
+    with pytest.raises(dist.PeerFailed, match="rank 0"):
+        dist.recv(torch.empty(1), 0)
+
+
+def test_a_receiver_learns_that_its_sender_is_gone() -> None:
+    results = run_ranks(_exit_without_goodbye, 2, ranks="processes", return_exceptions=True)
+    assert results[1] is None
+
+
+def _sends_before_it_goes() -> float | None:
+    if dist.get_rank() == 0:
+        dist.send(torch.full((1,), 1.0), 1)
+        dist.send(torch.full((1000,), 2.0), 1)
+        return None
+    small, larger = torch.empty(1), torch.empty(1000)
+    Path("/proc/self/stat").read_text()  # no hurry
+    time.sleep(0.1)  # rank 0 is most likely gone by now; the outcome must not depend on it
+    dist.recv(small, 0)
+    dist.recv(larger, 0)
+    return (small.sum() + larger.sum()).item()
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_what_was_sent_before_leaving_arrives(ranks: str) -> None:
+    assert run_ranks(_sends_before_it_goes, 2, ranks=ranks)[1] == 2001.0
+
+
+def _times_out() -> None:
+    if dist.get_rank() == 0:
+        with pytest.raises(dist.DistTimeout, match="rank 1") as caught:
+            dist.all_reduce(torch.ones(4))
+        assert isinstance(caught.value, TimeoutError)
+        assert "all_reduce" in str(caught.value)
+        assert "test_failures.py" in str(caught.value)
+    else:
+        # In time the group is broken for all of its ranks, and says why.
+        text = ""
+        while "all_reduce" not in text:
+            with pytest.raises(dist.DistTimeout) as caught:
+                dist.recv(torch.empty(1), 0, tag=5)
+            text = str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_a_timeout_names_who_is_missing(ranks: str) -> None:
+    run_ranks(_times_out, 2, ranks=ranks, group_timeout=0.3)
+
+
+def _mismatch() -> None:
+    rank = dist.get_rank()
+    tensor = torch.full((3 if rank == 0 else 4,), float(rank))
+    with pytest.raises(dist.CollectiveMismatch) as caught:
+        dist.all_reduce(tensor)
+    text = str(caught.value)
+    assert "float32[3]" in text
+    assert "float32[4]" in text
+    assert "ranks 1, 2" in text
+    assert "test_failures.py" in text
+    assert (tensor == rank).all()
+    with pytest.raises(dist.CollectiveMismatch, match="broadcast"):
+        dist.broadcast(torch.ones(1), 0) if rank == 2 else dist.barrier()
+    # Nothing was exchanged, so the group goes on.
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 3
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_a_mismatch_is_told_to_all_and_harms_nothing(ranks: str) -> None:
+    run_ranks(_mismatch, 3, ranks=ranks)
+
+
+def _wrong_message() -> None:
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(3), 1)
+        with pytest.raises(dist.CollectiveMismatch):
+            dist.send(torch.ones(1_000_000), 1)
+    else:
+        small = torch.zeros(4)
+        with pytest.raises(dist.CollectiveMismatch, match=r"float32\[3\]"):
+            dist.recv(small, 0)
+        assert (small == 0).all()
+        with pytest.raises(dist.CollectiveMismatch):
+            dist.recv(torch.zeros(1_000_000, dtype=torch.float64), 0)
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_a_message_of_another_size_is_refused(ranks: str) -> None:
+    run_ranks(_wrong_message, 2, ranks=ranks)
+
+
+def _interrupted() -> str:
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGALRM, _raise_interrupt)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        try:
+            dist.barrier()
+        except KeyboardInterrupt:
+            return "interrupted"
+    with pytest.raises(dist.PeerFailed):
+        dist.recv(torch.empty(1), 0)
+    return "told"
+
+
+def _raise_interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_wait_can_be_interrupted() -> None:
+    assert run_ranks(_interrupted, 2, ranks="processes") == ["interrupted", "told"]

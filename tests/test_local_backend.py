@@ -1,0 +1,32 @@
+"""The native engine keeps the backend contract, with ranks as threads and as processes."""
+
+from __future__ import annotations
+
+import pytest
+
+import phalanx as dist
+from phalanx.backends import local
+from phalanx.backends.registry import BackendOptions
+from phalanx.stores import HashStore
+from phalanx.testing import run_ranks
+from phalanx.testing.backend_kit import check_abort, check_backend, check_group
+
+
+def _make(rank: int, size: int, shared: dict[str, object]) -> local.LocalBackend:
+    store = shared.setdefault("store", HashStore())
+    ranks = list(range(size))
+    return local.create(BackendOptions(store, rank, size, 60.0, "kit", ranks, threads=True))
+
+
+def test_contract_on_threads() -> None:
+    check_backend(_make)
+
+
+def _contract() -> None:
+    check_group(dist.group.WORLD.transport)
+    check_abort(dist.new_group().transport)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_contract_on_processes(size: int) -> None:
+    run_ranks(_contract, size, ranks="processes")
