@@ -124,7 +124,7 @@ def train(options: argparse.Namespace) -> None:
     for parameter in model.parameters():
         dist.broadcast(parameter.data, src=0)
     gradients = share_gradients(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.95), fused=True)
 
     console = Console(quiet=rank != 0)
     console.print(
@@ -188,9 +188,9 @@ def parse() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, default=2, help="how many (without a launcher)")
-    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=16, help="pieces of text per rank and step")
-    parser.add_argument("--context", type=int, default=128, help="bytes in a piece")
+    parser.add_argument("--context", type=int, default=64, help="bytes in a piece")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--layers", type=int, default=4)
