@@ -51,8 +51,10 @@ def serve(name: str, ports: Any, end: Any) -> None:
     end.wait()
 
 
-def client(name: str, port: int, operation: str, index: int, start: Any, seconds: float) -> float:
-    """Return how many operations per second this client had done."""
+def client(
+    name: str, port: int, operation: str, index: int, start: Any, seconds: float
+) -> tuple[int, float, float]:
+    """Return how many operations this client had done, from when, until when."""
     store = store_class(name)(HOST, port, wait_for_workers=False, timeout=TIMEOUT)
     key, value = f"key/{index}", "v" * 64
     store.set(key, value)
@@ -79,21 +81,21 @@ def client(name: str, port: int, operation: str, index: int, start: Any, seconds
                 store.set(f"pair/{partner}/1/{count}", "ok")
             count += 1
             if last:
-                return count / (time.perf_counter() - begin)
+                return count, begin, time.perf_counter()
     call = calls[operation]
     while time.perf_counter() < end:
         for _ in range(16):
             call()
         count += 16
     store.get(key)  # both stores send a set without waiting: done means that the server had it
-    return count / (time.perf_counter() - begin)
+    return count, begin, time.perf_counter()
 
 
 def clients(
     name: str, port: int, operation: str, first: int, threads: int, start: Any, seconds: float,
     counts: Any,
 ) -> None:  # fmt: skip
-    results = [0.0] * threads
+    results: list[Any] = [None] * threads
 
     def work(index: int) -> None:
         results[index] = client(name, port, operation, first + index, start, seconds)
@@ -103,7 +105,7 @@ def clients(
         worker.start()
     for worker in workers:
         worker.join()
-    counts.put(sum(results))
+    counts.put(results)
 
 
 def measure(name: str, operation: str, number: int, seconds: float) -> float:
@@ -124,12 +126,13 @@ def measure(name: str, operation: str, number: int, seconds: float) -> float:
     ]
     for worker in workers:
         worker.start()
-    total: float = sum(counts.get() for _ in workers)
+    results = [result for _ in workers for result in counts.get()]
     for worker in workers:
         worker.join()
     end.set()
     server.join()
-    return total
+    numbers, begins, ends = zip(*results, strict=True)
+    return sum(numbers) / (max(ends) - min(begins))
 
 
 def main() -> None:

@@ -27,7 +27,8 @@ void check_signals() {
 
 // Python runs signal handlers in the main thread only, so others have nothing to look for.
 Patience patience(double seconds) {
-  return Patience(seconds, gettid() == getpid() ? check_signals : nullptr);
+  thread_local const bool main_thread = gettid() == getpid();
+  return Patience(seconds, main_thread ? check_signals : nullptr);
 }
 
 [[noreturn]] void wrong_type(const char* what, nb::handle got, const char* rule) {
@@ -66,6 +67,15 @@ std::vector<std::string> several(nb::handle sequence, const char* what, Convert 
   return list;
 }
 
+// A list in braces would be copied.
+template <class... Texts>
+std::vector<std::string> list(Texts... texts) {
+  std::vector<std::string> result;
+  result.reserve(sizeof...(texts));
+  (result.push_back(std::move(texts)), ...);
+  return result;
+}
+
 nb::bytes bytes(std::string_view text) { return nb::bytes(text.data(), text.size()); }
 
 std::string_view view(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
@@ -79,8 +89,10 @@ Reply run(Store& store, Request request, double timeout) {
 
 void bind_stores(nb::module_& m) {
   nb::class_<Store>(m, "Store")
-      .def("set", [](Store& store, nb::handle k, nb::handle v,
-                     double timeout) { run(store, {Op::Set, 0, {key(k)}, {value(v)}}, timeout); })
+      .def("set",
+           [](Store& store, nb::handle k, nb::handle v, double timeout) {
+             run(store, {Op::Set, 0, list(key(k)), list(value(v))}, timeout);
+           })
       .def("multi_set",
            [](Store& store, nb::handle keys, nb::handle values, double timeout) {
              run(store, {Op::Set, 0, several(keys, "keys", key), several(values, "values", value)},
@@ -88,22 +100,22 @@ void bind_stores(nb::module_& m) {
            })
       .def("get",
            [](Store& store, nb::handle k, double timeout) {
-             return bytes(run(store, {Op::Get, 0, {key(k)}}, timeout).values.at(0));
+             return bytes(run(store, {Op::Get, 0, list(key(k))}, timeout).values.at(0));
            })
       .def("multi_get",
            [](Store& store, nb::handle keys, double timeout) {
-             nb::list list;
+             nb::list found;
              for (auto& text : run(store, {Op::Get, 0, several(keys, "keys", key)}, timeout).values)
-               list.append(bytes(text));
-             return list;
+               found.append(bytes(text));
+             return found;
            })
       .def("add",
            [](Store& store, nb::handle k, int64_t amount, double timeout) {
-             return run(store, {Op::Add, amount, {key(k)}}, timeout).number;
+             return run(store, {Op::Add, amount, list(key(k))}, timeout).number;
            })
       .def("append",
            [](Store& store, nb::handle k, nb::handle v, double timeout) {
-             run(store, {Op::Append, 0, {key(k)}, {value(v)}}, timeout);
+             run(store, {Op::Append, 0, list(key(k)), list(value(v))}, timeout);
            })
       .def("check",
            [](Store& store, nb::handle keys, double timeout) {
@@ -115,12 +127,13 @@ void bind_stores(nb::module_& m) {
            })
       .def("compare_set",
            [](Store& store, nb::handle k, nb::handle expected, nb::handle desired, double timeout) {
-             Request request{Op::CompareSet, 0, {key(k)}, {value(expected), value(desired)}};
+             Request request{Op::CompareSet, 0, list(key(k)),
+                             list(value(expected), value(desired))};
              return bytes(run(store, std::move(request), timeout).values.at(0));
            })
       .def("delete_key",
            [](Store& store, nb::handle k, double timeout) {
-             return run(store, {Op::Delete, 0, {key(k)}}, timeout).number != 0;
+             return run(store, {Op::Delete, 0, list(key(k))}, timeout).number != 0;
            })
       .def("num_keys",
            [](Store& store, double timeout) { return run(store, {Op::NumKeys}, timeout).number; })
@@ -128,18 +141,18 @@ void bind_stores(nb::module_& m) {
            [](Store& store, double timeout) { return run(store, {Op::ListKeys}, timeout).values; })
       .def("queue_push",
            [](Store& store, nb::handle k, nb::handle v, double timeout) {
-             run(store, {Op::Push, 0, {key(k)}, {value(v)}}, timeout);
+             run(store, {Op::Push, 0, list(key(k)), list(value(v))}, timeout);
            })
       .def("queue_pop",
            [](Store& store, nb::handle k, bool block, double timeout) {
-             return bytes(run(store, {Op::Pop, block, {key(k)}}, timeout).values.at(0));
+             return bytes(run(store, {Op::Pop, block, list(key(k))}, timeout).values.at(0));
            })
       .def("barrier",
            [](Store& store, nb::handle k, int64_t world_size, double timeout) {
-             run(store, {Op::Barrier, world_size, {key(k)}}, timeout);
+             run(store, {Op::Barrier, world_size, list(key(k))}, timeout);
            })
       .def("queue_len", [](Store& store, nb::handle k, double timeout) {
-        return run(store, {Op::Length, 0, {key(k)}}, timeout).number;
+        return run(store, {Op::Length, 0, list(key(k))}, timeout).number;
       });
 
   nb::class_<Table, Store>(m, "Table").def(nb::init<>());

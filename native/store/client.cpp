@@ -39,8 +39,9 @@ void Client::lost(const std::string& why) const {
 }
 
 std::unique_lock<std::timed_mutex> Client::lock(const Patience& patience) {
-  std::unique_lock lock(mutex_, std::max(patience.deadline, Clock::now() + 1s));
-  if (!lock) lost("it takes no more requests");
+  std::unique_lock lock(mutex_, std::try_to_lock);
+  if (!lock && !lock.try_lock_until(std::max(patience.deadline, Clock::now() + 1s)))
+    lost("it takes no more requests");
   return lock;
 }
 
@@ -64,11 +65,14 @@ void Client::give_back(Lease connection) {
 void Client::post(const std::string& bytes, const Patience& patience) {
   auto held = lock(patience);
   Lease connection = std::move(posted_);
-  if (!connection || !connection->socket.ours()) connection = take_idle();
-  if (!connection) connection = connect(Patience(grace, patience.check), false);
-  // Nothing comes back from a post, so a server that has gone would go unnoticed.
-  char byte;
-  if (recv(connection->socket.fd(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0) throw HungUp();
+  if (!connection || !connection->socket.ours()) {
+    connection = take_idle();
+    if (!connection) connection = connect(Patience(grace, patience.check), false);
+    // Nothing comes back from a post, so the first one to a server that has gone would be lost
+    // unnoticed; further ones are told by the socket.
+    char byte;
+    if (recv(connection->socket.fd(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0) throw HungUp();
+  }
   send(*connection, bytes, patience);
   posted_ = std::move(connection);
 }

@@ -66,12 +66,7 @@ Server::Server(Descriptor listener, std::string secret, const Limits& limits)
       epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, listener_.fd(), &knock))
     throw Failure(Kind::Network,
                   "cannot start the store's server: no descriptors left; raise 'ulimit -n'");
-  // Signals are for the threads of the interpreter.
-  sigset_t all, old;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &old);
   thread_ = std::make_unique<std::thread>([this] { serve(); });
-  pthread_sigmask(SIG_SETMASK, &old, nullptr);
 }
 
 Server::~Server() {
@@ -87,6 +82,10 @@ Server::~Server() {
 
 void Server::serve() {
   pthread_setname_np(pthread_self(), "phalanx-store");
+  // Signals are for the threads of the interpreter.
+  sigset_t all;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, nullptr);
   const double shortest = std::min(limits_.handshake, limits_.frame);
   const int tick = static_cast<int>(std::clamp(shortest * 1000 / 4, 1.0, 1000.0));
   auto next_sweep = Clock::now();

@@ -81,6 +81,10 @@ inline bool peek(std::string_view bytes, Length& length) {
 }
 
 inline void encode(std::string& out, const Request& request) {
+  size_t size = 32;  // what all requests have
+  for (auto& key : request.keys) size += sizeof(Length) + key.size();
+  for (auto& value : request.values) size += sizeof(Length) + value.size();
+  out.reserve(out.size() + size);
   Writer writer(out);
   writer.number(request.op);
   writer.number(request.number);

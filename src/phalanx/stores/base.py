@@ -20,8 +20,8 @@ def seconds(timeout: Timeout) -> float:
         raise TypeError(
             f"timeout must be a timedelta or a number of seconds, not {type(timeout).__name__}"
         )
-    if math.isnan(timeout):
-        raise ValueError("timeout must be a number of seconds, not nan")
+    if not math.isfinite(timeout):
+        raise ValueError(f"timeout must be a finite number of seconds, not {timeout}")
     return float(timeout)
 
 
