@@ -19,17 +19,28 @@ using phalanx::Kind;
 nb::object exception_class(Kind kind) {
   auto error = [](const char* name) { return nb::module_::import_("phalanx.errors").attr(name); };
   switch (kind) {
-    case Kind::Invalid: return nb::borrow(PyExc_ValueError);
-    case Kind::Memory: return nb::borrow(PyExc_MemoryError);
-    case Kind::Backend: return error("DistBackendError");
-    case Kind::Mismatch: return error("CollectiveMismatch");
-    case Kind::PeerFailed: return error("PeerFailed");
-    case Kind::Deadlock: return error("Deadlock");
-    case Kind::Timeout: return error("DistTimeout");
-    case Kind::Network: return error("DistNetworkError");
-    case Kind::Store: return error("DistStoreError");
-    case Kind::StoreTimeout: return error("StoreTimeout");
-    case Kind::QueueEmpty: return error("DistQueueEmptyError");
+    case Kind::Invalid:
+      return nb::borrow(PyExc_ValueError);
+    case Kind::Memory:
+      return nb::borrow(PyExc_MemoryError);
+    case Kind::Backend:
+      return error("DistBackendError");
+    case Kind::Mismatch:
+      return error("CollectiveMismatch");
+    case Kind::PeerFailed:
+      return error("PeerFailed");
+    case Kind::Deadlock:
+      return error("Deadlock");
+    case Kind::Timeout:
+      return error("DistTimeout");
+    case Kind::Network:
+      return error("DistNetworkError");
+    case Kind::Store:
+      return error("DistStoreError");
+    case Kind::StoreTimeout:
+      return error("StoreTimeout");
+    case Kind::QueueEmpty:
+      return error("DistQueueEmptyError");
   }
   return nb::borrow(PyExc_RuntimeError);
 }

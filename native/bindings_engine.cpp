@@ -1,5 +1,5 @@
-// Python's view of the engine: rosters, groups, shared memory. Tensors are read through Python's own
-// attribute protocol, so this builds without torch.
+// Python's view of the engine: rosters, groups, shared memory. Tensors are read through Python's
+// own attribute protocol, so this builds without torch.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/shared_ptr.h>
@@ -19,7 +19,8 @@ using namespace phalanx;
 namespace {
 
 // Objects that a finished call no longer needs. The thread that finishes it may not hold the
-// interpreter's lock and must not wait for it, so they are put down here for the next one that does.
+// interpreter's lock and must not wait for it, so they are put down here for the next one that
+// does.
 class Graveyard {
  public:
   static void bury(PyObject* object) {
@@ -37,12 +38,23 @@ class Graveyard {
     }
     for (PyObject* object : dead) Py_DECREF(object);
   }
-  static std::shared_ptr<void> keep(nb::handle object) { return {object.inc_ref().ptr(), [](void* kept) { bury(static_cast<PyObject*>(kept)); }}; }
+  static std::shared_ptr<void> keep(nb::handle object) {
+    return {object.inc_ref().ptr(), [](void* kept) { bury(static_cast<PyObject*>(kept)); }};
+  }
 
  private:
-  static std::mutex& mutex() { static auto& instance = *new std::mutex; return instance; }
-  static std::vector<PyObject*>& objects() { static auto& instance = *new std::vector<PyObject*>; return instance; }
-  static std::atomic<bool>& full() { static auto& instance = *new std::atomic<bool>; return instance; }
+  static std::mutex& mutex() {
+    static auto& instance = *new std::mutex;
+    return instance;
+  }
+  static std::vector<PyObject*>& objects() {
+    static auto& instance = *new std::vector<PyObject*>;
+    return instance;
+  }
+  static std::atomic<bool>& full() {
+    static auto& instance = *new std::atomic<bool>;
+    return instance;
+  }
 };
 
 // Names of a tensor's attributes, and what Python tells us once: torch's element types.
@@ -56,11 +68,15 @@ struct Names {
   PyObject* stride = PyUnicode_InternFromString("stride");
   std::unordered_map<PyObject*, DType> dtypes;
 };
-Names& names() { static auto& instance = *new Names; return instance; }
+Names& names() {
+  static auto& instance = *new Names;
+  return instance;
+}
 
 nb::object call(nb::handle object, PyObject* method) {
   PyObject* self = object.ptr();
-  PyObject* result = PyObject_VectorcallMethod(method, &self, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+  PyObject* result =
+      PyObject_VectorcallMethod(method, &self, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
   if (!result) throw nb::python_error();
   return nb::steal(result);
 }
@@ -81,7 +97,8 @@ DType dtype_of(nb::handle tensor) {
   nb::object dtype = attribute(tensor, names().dtype);
   auto known = names().dtypes.find(dtype.ptr());
   if (known == names().dtypes.end())
-    throw nb::type_error(("tensors of " + std::string(nb::str(dtype).c_str()) + " cannot be exchanged").c_str());
+    throw nb::type_error(
+        ("tensors of " + std::string(nb::str(dtype).c_str()) + " cannot be exchanged").c_str());
   return known->second;
 }
 
@@ -109,7 +126,8 @@ View view_of(nb::handle tensor, DType dtype, Call* described = nullptr) {
   if (call(tensor, names().is_neg).ptr() == Py_True)
     throw nb::value_error("a negated view cannot be exchanged; pass tensor.resolve_neg()");
   auto layout = std::make_shared<Layout>();
-  if (ndim > Layout::max_ndim) throw nb::value_error("a strided tensor may have at most 64 dimensions");
+  if (ndim > Layout::max_ndim)
+    throw nb::value_error("a strided tensor may have at most 64 dimensions");
   nb::object stride = call(tensor, names().stride);
   layout->ndim = int(ndim);
   for (Py_ssize_t i = 0; i < ndim; ++i) {
@@ -146,9 +164,14 @@ class Sites {
     bool operator==(const Place&) const = default;
   };
   struct Hash {
-    size_t operator()(const Place& place) const { return mix(uint64_t(place.at), reinterpret_cast<uint64_t>(place.code)); }
+    size_t operator()(const Place& place) const {
+      return mix(uint64_t(place.at), reinterpret_cast<uint64_t>(place.code));
+    }
   };
-  static Sites& instance() { static auto& instance = *new Sites; return instance; }
+  static Sites& instance() {
+    static auto& instance = *new Sites;
+    return instance;
+  }
 
   bool inside(PyCodeObject* code) {
     auto known = code_.find(code);
@@ -175,7 +198,8 @@ class Sites {
       std::string_view base = file ? file : "?";
       base = base.substr(base.rfind('/') + 1);
       std::string text = std::string(base) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
-      if (function && std::string_view(function) != "<module>") text += " in " + std::string(function);
+      if (function && std::string_view(function) != "<module>")
+        text += " in " + std::string(function);
       known = text_.emplace(Place{code, at}, text.substr(0, 79)).first;
     }
     std::memcpy(site, known->second.c_str(), known->second.size() + 1);
@@ -210,13 +234,15 @@ class Pending {
 
 class PendingJob : public Pending {
  public:
-  PendingJob(std::shared_ptr<Job> job, std::string title) : job_(std::move(job)), title_(std::move(title)) {}
+  PendingJob(std::shared_ptr<Job> job, std::string title)
+      : job_(std::move(job)), title_(std::move(title)) {}
   bool done() override { return job_->done(); }
   std::exception_ptr error() override { return job_->error(); }
   void wait(double timeout) override {
     Deadline patience = Deadline::in(timeout);
     while (!job_->wait(std::min(patience.at(), Clock::now() + kSlice))) {
-      if (patience.passed()) throw Failure(Kind::Timeout, title_ + ": not done when wait() timed out");
+      if (patience.passed())
+        throw Failure(Kind::Timeout, title_ + ": not done when wait() timed out");
       check_interrupt();
     }
     if (job_->error()) std::rethrow_exception(job_->error());
@@ -231,7 +257,9 @@ class PendingDelivery : public Pending {
  public:
   PendingDelivery(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<Delivery> delivery)
       : mailbox_(std::move(mailbox)), delivery_(std::move(delivery)) {}
-  bool done() override { return delivery_->state.load(std::memory_order_acquire) != Delivery::State::Open; }
+  bool done() override {
+    return delivery_->state.load(std::memory_order_acquire) != Delivery::State::Open;
+  }
   std::exception_ptr error() override { return done() ? delivery_->error : nullptr; }
   void wait(double timeout) override { mailbox_->wait(*delivery_, Deadline::in(timeout)); }
   int source() override { return delivery_->source; }
@@ -244,16 +272,19 @@ class PendingDelivery : public Pending {
 // A rank's end of a group: the collectives in their lane and the mailbox beside it.
 class Engine {
  public:
-  Engine(std::shared_ptr<Roster> roster, std::vector<int> members, int rank, const std::string& name, double timeout,
-         const std::string& ticket)
-      : board_(ticket.empty() ? Board::create(roster, members) : Board::open(roster, members, ticket)),
+  Engine(std::shared_ptr<Roster> roster, std::vector<int> members, int rank,
+         const std::string& name, double timeout, const std::string& ticket)
+      : board_(ticket.empty() ? Board::create(roster, members)
+                              : Board::open(roster, members, ticket)),
         group_(board_, rank, name, timeout),
         mailbox_(std::make_shared<Mailbox>(board_, rank, name)) {}
 
   ~Engine() { close(); }
 
   std::string ticket() const { return board_->ticket(); }
-  void attend(bool creator) { board_->attend(group_.rank(), creator, group_.name(), Deadline::in(group_.timeout)); }
+  void attend(bool creator) {
+    board_->attend(group_.rank(), creator, group_.name(), Deadline::in(group_.timeout));
+  }
   uint64_t sequence() const { return group_.sequence(); }
   double timeout() const { return group_.timeout; }
   void set_timeout(double timeout) { group_.timeout = timeout; }
@@ -279,7 +310,8 @@ class Engine {
     call.outputs = call.inputs;
     return issue(std::move(call), timeout, async, tensor);
   }
-  nb::object reduce(nb::handle tensor, int root, int reduce, double factor, double timeout, bool async) {
+  nb::object reduce(nb::handle tensor, int root, int reduce, double factor, double timeout,
+                    bool async) {
     Call call = reduction(Op::Reduce, tensor, reduce, factor);
     call.root = root;
     call.inputs.push_back(view_of(tensor, call.dtype, &call));
@@ -313,14 +345,16 @@ class Engine {
     for (View& input : call.inputs) expect(input, call.outputs[0]);
     return issue(std::move(call), timeout, async, nb::make_tuple(output, inputs));
   }
-  nb::object reduce_scatter(nb::handle output, nb::handle inputs, int reduce, double factor, double timeout, bool async) {
+  nb::object reduce_scatter(nb::handle output, nb::handle inputs, int reduce, double factor,
+                            double timeout, bool async) {
     Call call = reduction(Op::ReduceScatter, output, reduce, factor);
     call.outputs.push_back(view_of(output, call.dtype, &call));
     call.inputs = views(inputs, call.dtype);
     expect(call.inputs[group_.rank()], call.outputs[0]);
     return issue(std::move(call), timeout, async, nb::make_tuple(output, inputs));
   }
-  nb::object all_to_all(nb::handle outputs, nb::handle inputs, nb::handle like, double timeout, bool async) {
+  nb::object all_to_all(nb::handle outputs, nb::handle inputs, nb::handle like, double timeout,
+                        bool async) {
     Call call = movement(Op::AllToAll, like, -1);
     view_of(like, call.dtype, &call);
     call.inputs = views(inputs, call.dtype);
@@ -356,7 +390,8 @@ class Engine {
   // What this rank gives to itself must fit; the board compares the rest.
   static void expect(const View& part, const View& other) {
     if (part.count != other.count)
-      throw Failure(Kind::Invalid, "a part of " + std::to_string(part.count) + " elements does not fit one of " +
+      throw Failure(Kind::Invalid, "a part of " + std::to_string(part.count) +
+                                       " elements does not fit one of " +
                                        std::to_string(other.count));
   }
 
@@ -365,17 +400,22 @@ class Engine {
     std::vector<View> result;
     if (PyList_Check(tensors.ptr()) || PyTuple_Check(tensors.ptr())) {
       for (nb::handle tensor : tensors) {
-        if (dtype_of(tensor) != dtype) throw nb::type_error("all tensors of an operation must have one dtype");
+        if (dtype_of(tensor) != dtype)
+          throw nb::type_error("all tensors of an operation must have one dtype");
         result.push_back(view_of(tensor, dtype));
       }
-      if (int(result.size()) != group_.size()) throw nb::value_error("expected one tensor per rank");
+      if (int(result.size()) != group_.size())
+        throw nb::value_error("expected one tensor per rank");
       return result;
     }
-    if (dtype_of(tensors) != dtype) throw nb::type_error("all tensors of an operation must have one dtype");
+    if (dtype_of(tensors) != dtype)
+      throw nb::type_error("all tensors of an operation must have one dtype");
     View whole = view_of(tensors, dtype);
-    if (whole.layout) throw nb::value_error("a tensor that is cut into equal parts must be contiguous");
+    if (whole.layout)
+      throw nb::value_error("a tensor that is cut into equal parts must be contiguous");
     size_t part = whole.count / size_t(group_.size());
-    if (part * size_t(group_.size()) != whole.count) throw nb::value_error("a tensor must have an equal part for each rank");
+    if (part * size_t(group_.size()) != whole.count)
+      throw nb::value_error("a tensor must have an equal part for each rank");
     for (int rank = 0; rank < group_.size(); ++rank)
       result.push_back({whole.data + size_t(rank) * part * item_size(dtype), part, nullptr});
     return result;
@@ -395,8 +435,10 @@ class Engine {
     }
     std::string title = std::string(name(call.op)) + " on group '" + group_.name() + "'";
     // Owned by the job: the caller may be interrupted while it waits.
-    auto body = [this, call = std::make_shared<Call>(std::move(call)), kept = Graveyard::keep(keep)] { group_.run(*call); };
-    std::shared_ptr<Pending> pending = std::make_shared<PendingJob>(lane_.submit(std::move(body)), std::move(title));
+    auto body = [this, call = std::make_shared<Call>(std::move(call)),
+                 kept = Graveyard::keep(keep)] { group_.run(*call); };
+    std::shared_ptr<Pending> pending =
+        std::make_shared<PendingJob>(lane_.submit(std::move(body)), std::move(title));
     if (async) return nb::cast(pending);
     {
       nb::gil_scoped_release unlock;
@@ -427,7 +469,8 @@ class Engine {
       }
     }
     if (!async) return delivery->op == Op::Recv ? nb::cast(delivery->source) : nb::none();
-    return nb::cast(std::shared_ptr<Pending>(std::make_shared<PendingDelivery>(mailbox_, std::move(delivery))));
+    return nb::cast(
+        std::shared_ptr<Pending>(std::make_shared<PendingDelivery>(mailbox_, std::move(delivery))));
   }
 
   std::shared_ptr<Board> board_;
@@ -441,33 +484,51 @@ class Engine {
 void bind_engine(nb::module_& m) {
   set_interrupt_check(check_signals);
 
-  m.def("configure", [](nb::dict dtypes, const std::string& package) {
-    for (auto [dtype, code] : dtypes) names().dtypes[dtype.inc_ref().ptr()] = DType(nb::cast<int>(code));
-    Sites::set_package(package);
-  }, nb::arg("dtypes"), nb::arg("package"), "Tell the core torch's element types and where this package lives.");
+  m.def(
+      "configure",
+      [](nb::dict dtypes, const std::string& package) {
+        for (auto [dtype, code] : dtypes)
+          names().dtypes[dtype.inc_ref().ptr()] = DType(nb::cast<int>(code));
+        Sites::set_package(package);
+      },
+      nb::arg("dtypes"), nb::arg("package"),
+      "Tell the core torch's element types and where this package lives.");
 
-  m.def("allocate", [](size_t bytes) {
-    Block* block;
-    {
-      nb::gil_scoped_release unlock;
-      block = new Block(Block::shared(bytes));
-    }
-    nb::capsule owner(block, [](void* held) noexcept { delete static_cast<Block*>(held); });
-    return nb::ndarray<nb::numpy, uint8_t>(block->data(), {bytes}, owner);
-  }, nb::arg("bytes"), "Allocate zeroed bytes in this process' shared heap.");
-  m.def("in_heap", [](uintptr_t data, size_t bytes) {
-    return Heap::mine()->contains(reinterpret_cast<void*>(data), bytes);
-  }, nb::arg("data"), nb::arg("bytes"), "Whether this memory is in this process' shared heap.");
-  m.def("heap_used", [] { return Heap::mine()->used(); }, "Bytes allocated in this process' shared heap.");
+  m.def(
+      "allocate",
+      [](size_t bytes) {
+        Block* block;
+        {
+          nb::gil_scoped_release unlock;
+          block = new Block(Block::shared(bytes));
+        }
+        nb::capsule owner(block, [](void* held) noexcept { delete static_cast<Block*>(held); });
+        return nb::ndarray<nb::numpy, uint8_t>(block->data(), {bytes}, owner);
+      },
+      nb::arg("bytes"), "Allocate zeroed bytes in this process' shared heap.");
+  m.def(
+      "in_heap",
+      [](uintptr_t data, size_t bytes) {
+        return Heap::mine()->contains(reinterpret_cast<void*>(data), bytes);
+      },
+      nb::arg("data"), nb::arg("bytes"), "Whether this memory is in this process' shared heap.");
+  m.def(
+      "heap_used", [] { return Heap::mine()->used(); },
+      "Bytes allocated in this process' shared heap.");
   m.def("usable_cores", &usable_cores, "Cores that this process may run on.");
 
   nb::class_<Roster>(m, "Roster", "Who is in a world: one record per rank in shared memory.")
       .def_static("create", &Roster::create, nb::arg("size"), nb::arg("threads"))
-      .def_static("open", &Roster::open, nb::arg("ticket"), nb::call_guard<nb::gil_scoped_release>())
+      .def_static("open", &Roster::open, nb::arg("ticket"),
+                  nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("ticket", &Roster::ticket)
       .def_prop_ro("threads", &Roster::threads)
-      .def("join", [](Roster& roster, int rank, double timeout) { roster.join(rank, Deadline::in(timeout)); },
-           nb::arg("rank"), nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "join",
+          [](Roster& roster, int rank, double timeout) {
+            roster.join(rank, Deadline::in(timeout));
+          },
+          nb::arg("rank"), nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
       .def("leave", &Roster::leave, nb::arg("rank"))
       .def("fail", &Roster::fail, nb::arg("rank"), nb::arg("why"))
       .def("obituary", &Roster::obituary, nb::arg("rank"), nb::arg("ask_system"));
@@ -475,13 +536,19 @@ void bind_engine(nb::module_& m) {
   nb::class_<Pending>(m, "Pending", "An asynchronous operation.")
       .def("done", &Pending::done)
       .def("wait", &Pending::wait, nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
-      .def("check", [](Pending& pending) { if (auto error = pending.error()) std::rethrow_exception(error); },
-           "Raise what made it fail, if it has failed.")
+      .def(
+          "check",
+          [](Pending& pending) {
+            if (auto error = pending.error()) std::rethrow_exception(error);
+          },
+          "Raise what made it fail, if it has failed.")
       .def("source", &Pending::source);
 
   nb::class_<Engine>(m, "Group", "One rank's end of a group.")
-      .def(nb::init<std::shared_ptr<Roster>, std::vector<int>, int, const std::string&, double, const std::string&>(),
-           nb::arg("roster"), nb::arg("members"), nb::arg("rank"), nb::arg("name"), nb::arg("timeout"), nb::arg("ticket"))
+      .def(nb::init<std::shared_ptr<Roster>, std::vector<int>, int, const std::string&, double,
+                    const std::string&>(),
+           nb::arg("roster"), nb::arg("members"), nb::arg("rank"), nb::arg("name"),
+           nb::arg("timeout"), nb::arg("ticket"))
       .def_prop_ro("ticket", &Engine::ticket)
       .def_prop_ro("sequence", &Engine::sequence)
       .def_prop_rw("timeout", &Engine::timeout, &Engine::set_timeout)
@@ -496,7 +563,8 @@ void bind_engine(nb::module_& m) {
       .def("broadcast", &Engine::broadcast)
       .def("all_gather", &Engine::all_gather)
       .def("gather", &Engine::gather, nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg())
-      .def("scatter", &Engine::scatter, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg())
+      .def("scatter", &Engine::scatter, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(),
+           nb::arg())
       .def("reduce_scatter", &Engine::reduce_scatter)
       .def("all_to_all", &Engine::all_to_all)
       .def("send", &Engine::send)

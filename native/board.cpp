@@ -34,14 +34,15 @@ uint64_t mix(uint64_t hash, uint64_t value) {
 }
 
 const char* name(Op op) {
-  static constexpr const char* names[] = {"barrier", "broadcast",      "all_reduce", "reduce", "all_gather", "gather",
-                                          "scatter", "reduce_scatter", "all_to_all", "send",   "recv"};
+  static constexpr const char* names[] = {"barrier",    "broadcast", "all_reduce", "reduce",
+                                          "all_gather", "gather",    "scatter",    "reduce_scatter",
+                                          "all_to_all", "send",      "recv"};
   return names[static_cast<size_t>(op)];
 }
 
 uint64_t Posting::digest() const {
-  uint64_t hash = uint64_t(op) | uint64_t(dtype) << 8 | uint64_t(reduce) << 16 |
-                  uint64_t(uint32_t(root)) << 32;
+  uint64_t hash =
+      uint64_t(op) | uint64_t(dtype) << 8 | uint64_t(reduce) << 16 | uint64_t(uint32_t(root)) << 32;
   hash = mix(sequence, hash);
   bool own_shape = op == Op::AllGather || op == Op::ReduceScatter || op == Op::AllToAll;
   for (int i = 0; i < ndim && !own_shape; ++i) hash = mix(hash, uint64_t(shape[i]) * 2 + 1);
@@ -57,17 +58,19 @@ std::string Posting::describe() const {
   text += "]";
   bool reduces = op == Op::AllReduce || op == Op::Reduce || op == Op::ReduceScatter;
   if (reduces) text += std::string(", ") + phalanx::name(reduce);
-  if (root >= 0) text += (op == Op::Broadcast || op == Op::Scatter ? ", src=" : ", dst=") + std::to_string(root);
+  if (root >= 0)
+    text += (op == Op::Broadcast || op == Op::Scatter ? ", src=" : ", dst=") + std::to_string(root);
   return text + ")";
 }
 
 size_t Board::bytes_for(int size) {
   size_t p = size_t(size);
-  return lines(sizeof(Header)) + p * lines(sizeof(Seat)) + p * 2 * kSlot + lines(p * 2 * p * sizeof(Parcel)) +
-         p * p * kCells * sizeof(Cell);
+  return lines(sizeof(Header)) + p * lines(sizeof(Seat)) + p * 2 * kSlot +
+         lines(p * 2 * p * sizeof(Parcel)) + p * p * kCells * sizeof(Cell);
 }
 
-Board::Board(std::shared_ptr<Roster> roster, std::vector<int> members, std::shared_ptr<Region> region)
+Board::Board(std::shared_ptr<Roster> roster, std::vector<int> members,
+             std::shared_ptr<Region> region)
     : roster_(std::move(roster)), members_(std::move(members)), region_(std::move(region)) {
   size_t p = members_.size();
   std::byte* at = region_->data() + lines(sizeof(Header));
@@ -82,12 +85,14 @@ std::shared_ptr<Board> Board::create(std::shared_ptr<Roster> roster, std::vector
   int size = int(members.size());
   auto region = Region::create(bytes_for(size), roster->threads());
   reinterpret_cast<Header*>(region->data())->crowded = size > usable_cores();
-  return std::shared_ptr<Board>(new Board(std::move(roster), std::move(members), std::move(region)));
+  return std::shared_ptr<Board>(
+      new Board(std::move(roster), std::move(members), std::move(region)));
 }
 
 std::shared_ptr<Board> Board::open(std::shared_ptr<Roster> roster, std::vector<int> members,
                                    const std::string& ticket) {
-  return std::shared_ptr<Board>(new Board(std::move(roster), std::move(members), Region::open(ticket)));
+  return std::shared_ptr<Board>(
+      new Board(std::move(roster), std::move(members), Region::open(ticket)));
 }
 
 void Board::attend(int rank, bool creator, const std::string& group, const Deadline& deadline) {
@@ -101,17 +106,20 @@ void Board::attend(int rank, bool creator, const std::string& group, const Deadl
     return ranks;
   };
   Spin spin(false);
-  wait_until(bell(), spin, deadline, [&] { return missing().empty(); }, [&](bool quiet) {
-    check_broken();
-    for (int peer : missing())
-      if (std::string end = obituary(peer, quiet); !end.empty() && !seat(peer).present)
-        throw Failure(Kind::PeerFailed, "group '" + group + "' cannot be made: " + end);
-    if (!quiet) return;
-    if (deadline.passed())
-      throw Failure(Kind::Timeout, "group '" + group + "' cannot be made: timed out waiting for " + rank_list(missing()) +
-                                       " of the group to call as well");
-    check_interrupt();
-  });
+  wait_until(
+      bell(), spin, deadline, [&] { return missing().empty(); },
+      [&](bool quiet) {
+        check_broken();
+        for (int peer : missing())
+          if (std::string end = obituary(peer, quiet); !end.empty() && !seat(peer).present)
+            throw Failure(Kind::PeerFailed, "group '" + group + "' cannot be made: " + end);
+        if (!quiet) return;
+        if (deadline.passed())
+          throw Failure(Kind::Timeout, "group '" + group +
+                                           "' cannot be made: timed out waiting for " +
+                                           rank_list(missing()) + " of the group to call as well");
+        check_interrupt();
+      });
 }
 
 Cell* Board::cells(int from, int to) const {
@@ -182,7 +190,8 @@ std::string mismatch_report(const Board& board, const std::string& group, uint64
   for (int rank = 0; rank < board.size(); ++rank) {
     const Posting& posting = board.posting(rank, sequence);
     std::string what = posting.describe(), site = posting.site;
-    auto same = std::find_if(kinds.begin(), kinds.end(), [&](Kind& k) { return k.what == what && k.site == site; });
+    auto same = std::find_if(kinds.begin(), kinds.end(),
+                             [&](Kind& k) { return k.what == what && k.site == site; });
     if (same == kinds.end()) same = kinds.insert(kinds.end(), Kind{{}, what, site});
     same->ranks.push_back(rank);
   }
@@ -191,8 +200,9 @@ std::string mismatch_report(const Board& board, const std::string& group, uint64
     rank_width = std::max(rank_width, rank_list(kind.ranks).size());
     what_width = std::max(what_width, kind.what.size());
   }
-  std::string text = std::string(name(board.posting(0, sequence).op)) + " #" + std::to_string(sequence) +
-                     " on group '" + group + "' does not match across ranks";
+  std::string text = std::string(name(board.posting(0, sequence).op)) + " #" +
+                     std::to_string(sequence) + " on group '" + group +
+                     "' does not match across ranks";
   for (auto& kind : kinds) {
     std::string ranks = rank_list(kind.ranks);
     text += "\n  " + ranks + std::string(rank_width - ranks.size() + 2, ' ') + kind.what +

@@ -16,7 +16,17 @@
 namespace phalanx {
 
 enum class Op : uint8_t {
-  Barrier, Broadcast, AllReduce, Reduce, AllGather, Gather, Scatter, ReduceScatter, AllToAll, Send, Recv,
+  Barrier,
+  Broadcast,
+  AllReduce,
+  Reduce,
+  AllGather,
+  Gather,
+  Scatter,
+  ReduceScatter,
+  AllToAll,
+  Send,
+  Recv,
 };
 const char* name(Op op);
 
@@ -69,7 +79,7 @@ static_assert(sizeof(Line) == 64);
 
 struct Seat {
   Line lines[2];
-  Bell mail;  // rung when something arrives for, or leaves, this rank's mailbox
+  Bell mail;                  // rung when something arrives for, or leaves, this rank's mailbox
   std::atomic<bool> present;  // its rank has opened the board
   std::atomic<bool> left;     // and closed it again
   Posting history[kHistory];
@@ -91,7 +101,8 @@ class Board {
 
   // `members` are world ranks; one rank creates and the others open.
   static std::shared_ptr<Board> create(std::shared_ptr<Roster> roster, std::vector<int> members);
-  static std::shared_ptr<Board> open(std::shared_ptr<Roster> roster, std::vector<int> members, const std::string& ticket);
+  static std::shared_ptr<Board> open(std::shared_ptr<Roster> roster, std::vector<int> members,
+                                     const std::string& ticket);
 
   // Say that a rank has opened the board. The creator returns when all have, so that the board they
   // are told of exists.
@@ -105,7 +116,9 @@ class Board {
   Roster& roster() const { return *roster_; }
 
   Seat& seat(int rank) const { return seats_[rank]; }
-  Posting& posting(int rank, uint64_t sequence) const { return seats_[rank].history[sequence % kHistory]; }
+  Posting& posting(int rank, uint64_t sequence) const {
+    return seats_[rank].history[sequence % kHistory];
+  }
   std::byte* slot(int rank, uint64_t sequence) const {
     return slots_ + (size_t(rank) * 2 + (sequence & 1)) * kSlot;
   }
@@ -121,15 +134,20 @@ class Board {
   std::atomic<uint32_t>& mismatch() const;  // clock of the last meeting that did not agree
   std::atomic<uint32_t>& door() const;      // clock of the last meeting that all have reached
 
-  // Make the group unusable: every wait on it, now or later, raises this. The first caller's word counts.
+  // Make the group unusable: every wait on it, now or later, raises this. The first caller's word
+  // counts.
   void break_up(Kind kind, const std::string& why);
   void check_broken() const;  // throws what broke it, if anything did
 
   // Memory that all ranks of the group can reach, and how to name and find it.
-  Block allocate(size_t bytes) const { return threads() ? Block::plain(bytes) : Block::shared(bytes); }
+  Block allocate(size_t bytes) const {
+    return threads() ? Block::plain(bytes) : Block::shared(bytes);
+  }
   void park(Block block) const { region_->park(std::move(block)); }  // others may still read it
   uint64_t share(const void* data, size_t bytes) const;  // 0 if the others cannot reach it
-  std::byte* reach(int rank, uint64_t shared) const { return roster_->reach(members_[rank], shared); }
+  std::byte* reach(int rank, uint64_t shared) const {
+    return roster_->reach(members_[rank], shared);
+  }
 
   // Say that a rank has closed its end.
   void leave(int rank);

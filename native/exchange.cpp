@@ -22,19 +22,28 @@ void Group::exchange(Passage& passage) {
   const bool indexed = call.op == Op::Scatter || call.op == Op::AllToAll;
   auto give = [&](int to) -> const View* {
     switch (call.op) {
-      case Op::Broadcast: return rank_ == call.root && to != rank_ ? &call.inputs[0] : nullptr;
-      case Op::Gather: return to == call.root ? &call.inputs[0] : nullptr;
-      case Op::Scatter: return rank_ == call.root ? &call.inputs[to] : nullptr;
-      case Op::AllToAll: return &call.inputs[to];
-      default: return &call.inputs[0];
+      case Op::Broadcast:
+        return rank_ == call.root && to != rank_ ? &call.inputs[0] : nullptr;
+      case Op::Gather:
+        return to == call.root ? &call.inputs[0] : nullptr;
+      case Op::Scatter:
+        return rank_ == call.root ? &call.inputs[to] : nullptr;
+      case Op::AllToAll:
+        return &call.inputs[to];
+      default:
+        return &call.inputs[0];
     }
   };
   auto take = [&](int from) -> const View* {
     switch (call.op) {
-      case Op::Broadcast: return from == call.root && from != rank_ ? &call.outputs[0] : nullptr;
-      case Op::Gather: return rank_ == call.root ? &call.outputs[from] : nullptr;
-      case Op::Scatter: return from == call.root ? &call.outputs[0] : nullptr;
-      default: return &call.outputs[from];
+      case Op::Broadcast:
+        return from == call.root && from != rank_ ? &call.outputs[0] : nullptr;
+      case Op::Gather:
+        return rank_ == call.root ? &call.outputs[from] : nullptr;
+      case Op::Scatter:
+        return from == call.root ? &call.outputs[0] : nullptr;
+      default:
+        return &call.outputs[from];
     }
   };
 
@@ -67,20 +76,23 @@ void Group::exchange(Passage& passage) {
     const View* view = give(to);
     const View* taken = call.op == Op::AllToAll ? take(to) : nullptr;
     if (indexed)
-      board_->parcel(rank_, to, passage.sequence) = {bytes, view ? view->count * item : 0, taken ? taken->count * item : 0};
+      board_->parcel(rank_, to, passage.sequence) = {bytes, view ? view->count * item : 0,
+                                                     taken ? taken->count * item : 0};
     if (!view || view->count == 0) continue;
     parts.push_back({view, to, bytes});
     bytes += view->count * item;
     if (!indexed) break;
   }
   if (call.op == Op::AllGather)
-    for (const View& output : call.outputs) passage.posting.detail = mix(passage.posting.detail, output.count);
+    for (const View& output : call.outputs)
+      passage.posting.detail = mix(passage.posting.detail, output.count);
 
   Offer offer = Offer::Nothing;
   if (bytes > 0 && bytes <= Board::kSlot) {
     offer = Offer::Inline;
     std::byte* area = inline_area(rank_, clock_ + 1, passage.sequence, bytes);
-    for (Part& part : parts) std::memcpy(area + part.start, part.view->data, part.view->count * item);
+    for (Part& part : parts)
+      std::memcpy(area + part.start, part.view->data, part.view->count * item);
   } else if (bytes > 0) {
     offer = Offer::Direct;
     for (Part& part : parts)
@@ -90,9 +102,11 @@ void Group::exchange(Passage& passage) {
   auto fill = [&](uint64_t step) {
     uint64_t begin = step * chunk_, end = std::min<uint64_t>(begin + chunk_, bytes);
     for (Part& part : parts) {
-      uint64_t from = std::max(begin, part.start), to = std::min<uint64_t>(end, part.start + part.view->count * item);
+      uint64_t from = std::max(begin, part.start),
+               to = std::min<uint64_t>(end, part.start + part.view->count * item);
       if (from < to)
-        std::memcpy(stage_.data() + ((turn_ + step) & 1) * chunk_ + (from - begin), part.view->data + (from - part.start), to - from);
+        std::memcpy(stage_.data() + ((turn_ + step) & 1) * chunk_ + (from - begin),
+                    part.view->data + (from - part.start), to - from);
     }
   };
   if (offer == Offer::Direct) {
@@ -114,9 +128,10 @@ void Group::exchange(Passage& passage) {
         uint64_t given = board_->parcel(from, to, passage.sequence).given;
         uint64_t taken = board_->parcel(to, from, passage.sequence).taken;
         if (given != taken)
-          throw Failure(Kind::Mismatch, mismatch_report(*board_, name_, passage.sequence) + "\nrank " +
-                                            std::to_string(from) + " has " + std::to_string(given / item) +
-                                            " elements for rank " + std::to_string(to) + ", which expects " +
+          throw Failure(Kind::Mismatch, mismatch_report(*board_, name_, passage.sequence) +
+                                            "\nrank " + std::to_string(from) + " has " +
+                                            std::to_string(given / item) + " elements for rank " +
+                                            std::to_string(to) + ", which expects " +
                                             std::to_string(taken / item));
       }
 
@@ -160,11 +175,12 @@ void Group::exchange(Passage& passage) {
     uint64_t begin = (step - 1) * chunk_;
     for (Source& source : staged) {
       uint64_t length = source.view->count * item;
-      uint64_t from = std::max(begin, source.start), to = std::min(begin + chunk_, source.start + length);
+      uint64_t from = std::max(begin, source.start),
+               to = std::min(begin + chunk_, source.start + length);
       if (from >= to) continue;
       std::byte* piece = stage(passage, source.rank, turn_ + uint32_t(step) - 1);
       phalanx::copy(source.view->data + (from - source.start), piece + (from - begin), to - from,
-           length >= stream_threshold ? 0 : SIZE_MAX);
+                    length >= stream_threshold ? 0 : SIZE_MAX);
     }
     if (step < steps) tick(passage);
   }

@@ -14,7 +14,8 @@ constexpr size_t kCrowdedChunk = 1 << 20;
 }  // namespace
 
 int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
+      .count();
 }
 
 Group::Group(std::shared_ptr<Board> board, int rank, std::string name, double timeout)
@@ -54,7 +55,8 @@ void Group::run(Call& call) {
     output = {dense.back().get(), output.count, nullptr};
   }
 
-  Passage passage{call, Deadline::in(call.timeout < 0 ? timeout : call.timeout), sequence() + 1, item, {}};
+  Passage passage{
+      call, Deadline::in(call.timeout < 0 ? timeout : call.timeout), sequence() + 1, item, {}};
   Posting& posting = passage.posting;
   posting.sequence = passage.sequence;
   posting.op = call.op;
@@ -85,7 +87,9 @@ void Group::run(Call& call) {
     if (posted_ && failure.kind != Kind::Mismatch) board_->break_up(failure.kind, failure.what());
     throw;
   } catch (...) {
-    if (posted_) board_->break_up(Kind::PeerFailed, headline(passage) + ": interrupted on rank " + std::to_string(rank_));
+    if (posted_)
+      board_->break_up(Kind::PeerFailed,
+                       headline(passage) + ": interrupted on rank " + std::to_string(rank_));
     throw;
   }
   Posting& shown = board_->posting(rank_, passage.sequence);
@@ -123,18 +127,21 @@ void Group::arrive(bool compare) {
     return;
   }
   // Acquire and release: the last one to count has seen all lines, and shows them through the door.
-  if (board_->arrived(clock_).fetch_add(1, std::memory_order_acq_rel) + 1 != uint32_t(size())) return;
+  if (board_->arrived(clock_).fetch_add(1, std::memory_order_acq_rel) + 1 != uint32_t(size()))
+    return;
   board_->arrived(clock_).store(0, std::memory_order_relaxed);
   if (compare)
     for (int rank = 0; rank < size(); ++rank)
-      if (board_->seat(rank).lines[clock_ & 1].digest != board_->seat(rank_).lines[clock_ & 1].digest)
+      if (board_->seat(rank).lines[clock_ & 1].digest !=
+          board_->seat(rank_).lines[clock_ & 1].digest)
         board_->mismatch().store(clock_, std::memory_order_relaxed);
   board_->door().store(clock_, std::memory_order_release);
   board_->bell().ring();
 }
 
 bool Group::reached(int rank) const {
-  return int32_t(board_->seat(rank).lines[clock_ & 1].clock.load(std::memory_order_acquire) - clock_) >= 0;
+  return int32_t(board_->seat(rank).lines[clock_ & 1].clock.load(std::memory_order_acquire) -
+                 clock_) >= 0;
 }
 
 void Group::await(const Passage& passage) {
@@ -160,7 +167,8 @@ bool Group::agreed() const {
 }
 
 std::string Group::headline(const Passage& passage) const {
-  return std::string(phalanx::name(passage.call.op)) + " #" + std::to_string(passage.sequence) + " on group '" + name_ + "'";
+  return std::string(phalanx::name(passage.call.op)) + " #" + std::to_string(passage.sequence) +
+         " on group '" + name_ + "'";
 }
 
 void Group::look(const Passage& passage, bool quiet) {
@@ -170,19 +178,22 @@ void Group::look(const Passage& passage, bool quiet) {
     if (rank == rank_ || reached(rank)) continue;
     std::string end = board_->obituary(rank, quiet);
     // Looked at again: it may have arrived here as its last deed.
-    if (!end.empty() && !reached(rank)) throw Failure(Kind::PeerFailed, headline(passage) + ": " + end);
+    if (!end.empty() && !reached(rank))
+      throw Failure(Kind::PeerFailed, headline(passage) + ": " + end);
     missing.push_back(rank);
   }
   if (!quiet) return;
   if (passage.deadline.passed()) {
     double seconds = passage.call.timeout < 0 ? timeout : passage.call.timeout;
     std::string text = headline(passage) + ": rank " + std::to_string(rank_) + " timed out after " +
-                       seconds_text(seconds) + " at " + passage.call.site + "; not arrived: " + rank_list(missing);
+                       seconds_text(seconds) + " at " + passage.call.site +
+                       "; not arrived: " + rank_list(missing);
     for (int rank : missing) {
       const Posting& last = board_->posting(rank, passage.sequence - 1);
       text += "\n  rank " + std::to_string(rank);
       if (last.sequence == passage.sequence - 1 && last.sequence > 0)
-        text += " last did " + last.describe() + " #" + std::to_string(last.sequence) + "  " + last.site;
+        text += " last did " + last.describe() + " #" + std::to_string(last.sequence) + "  " +
+                last.site;
       else
         text += " has not come this far";
     }
@@ -192,7 +203,8 @@ void Group::look(const Passage& passage, bool quiet) {
 }
 
 std::byte* Group::inline_area(int rank, uint32_t clock, uint64_t sequence, size_t bytes) const {
-  return bytes <= kLinePayload ? board_->seat(rank).lines[clock & 1].payload : board_->slot(rank, sequence);
+  return bytes <= kLinePayload ? board_->seat(rank).lines[clock & 1].payload
+                               : board_->slot(rank, sequence);
 }
 
 uint64_t Group::need_stage() {

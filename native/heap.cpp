@@ -74,9 +74,10 @@ std::shared_ptr<Heap> Heap::mine() {
 
 Heap::Heap() {
   int fd = ::memfd_create("phalanx-heap", MFD_CLOEXEC);
-  if (fd < 0) throw Failure(Kind::Memory, "cannot create shared memory: memfd_create: " + errno_text());
-  // Reserving address space costs nothing, and more than the machine has memory is never needed. The
-  // cap lets hundreds of ranks map each other within 47 bits of addresses.
+  if (fd < 0)
+    throw Failure(Kind::Memory, "cannot create shared memory: memfd_create: " + errno_text());
+  // Reserving address space costs nothing, and more than the machine has memory is never needed.
+  // The cap lets hundreds of ranks map each other within 47 bits of addresses.
   uint64_t size = round_up(uint64_t(::sysconf(_SC_PHYS_PAGES)) * ::sysconf(_SC_PAGESIZE), kHuge);
   size = std::min(size, uint64_t(512) << 30);
   void* base = MAP_FAILED;
@@ -88,9 +89,11 @@ Heap::Heap() {
   if (base == MAP_FAILED) {
     std::string why = errno_text();
     ::close(fd);
-    throw Failure(Kind::Memory, "cannot map shared memory: " + why + " (is RLIMIT_AS or RLIMIT_FSIZE set?)");
+    throw Failure(Kind::Memory,
+                  "cannot map shared memory: " + why + " (is RLIMIT_AS or RLIMIT_FSIZE set?)");
   }
-  ::madvise(base, size, MADV_HUGEPAGE);  // a hint: most systems keep huge pages off for shared memory
+  ::madvise(base, size,
+            MADV_HUGEPAGE);  // a hint: most systems keep huge pages off for shared memory
   base_ = static_cast<std::byte*>(base);
   address_.pid = ::getpid();
   address_.fd = fd;
@@ -120,7 +123,8 @@ std::byte* Heap::allocate(size_t bytes) {
     if (start + length > end) continue;
     if (::fallocate(address_.fd, 0, off_t(start), off_t(length)) != 0) {
       int code = errno;
-      ::fallocate(address_.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, off_t(start), off_t(length));
+      ::fallocate(address_.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, off_t(start),
+                  off_t(length));
       errno = code;
       throw Failure(Kind::Memory, "cannot allocate " + std::to_string(bytes) +
                                       " bytes of shared memory: " + errno_text());
@@ -135,8 +139,9 @@ std::byte* Heap::allocate(size_t bytes) {
 #endif
     return base_ + start;
   }
-  throw Failure(Kind::Memory, "cannot allocate " + std::to_string(bytes) + " bytes of shared memory: " +
-                                  std::to_string(address_.size) + " bytes are reserved and none is free");
+  throw Failure(Kind::Memory, "cannot allocate " + std::to_string(bytes) +
+                                  " bytes of shared memory: " + std::to_string(address_.size) +
+                                  " bytes are reserved and none is free");
 }
 
 void Heap::release(std::byte* block) {
@@ -184,9 +189,10 @@ std::shared_ptr<HeapView> HeapView::open(const HeapAddress& address) {
   std::snprintf(path, sizeof path, "/proc/%d/fd/%d", address.pid, address.fd);
   int fd = ::open(path, O_RDWR | O_CLOEXEC);
   if (fd < 0)
-    throw Failure(Kind::Backend, "cannot reach the shared memory of process " + std::to_string(address.pid) +
-                                     ": " + path + ": " + errno_text() +
-                                     " (ranks on one machine must run as one user in one pid namespace)");
+    throw Failure(Kind::Backend,
+                  "cannot reach the shared memory of process " + std::to_string(address.pid) +
+                      ": " + path + ": " + errno_text() +
+                      " (ranks on one machine must run as one user in one pid namespace)");
   struct stat info{};
   void* base = MAP_FAILED;
   if (::fstat(fd, &info) == 0 && uint64_t(info.st_size) == address.size)
@@ -218,8 +224,11 @@ Block Block::plain(size_t bytes) {
   // Anonymous memory: zeroed, page aligned, and untouched pages cost nothing.
   void* data = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data == MAP_FAILED)
-    throw Failure(Kind::Memory, "cannot allocate " + std::to_string(bytes) + " bytes: " + errno_text());
-  return Block({static_cast<std::byte*>(data), [bytes](std::byte* block) { ::munmap(block, bytes); }}, bytes);
+    throw Failure(Kind::Memory,
+                  "cannot allocate " + std::to_string(bytes) + " bytes: " + errno_text());
+  return Block(
+      {static_cast<std::byte*>(data), [bytes](std::byte* block) { ::munmap(block, bytes); }},
+      bytes);
 }
 
 }  // namespace phalanx

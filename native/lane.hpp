@@ -19,7 +19,7 @@ class Job {
  public:
   explicit Job(std::function<void()> body) : body_(std::move(body)) {}
   bool done() const;
-  std::exception_ptr error() const;  // once done; null if it went well
+  std::exception_ptr error() const;    // once done; null if it went well
   bool wait(Clock::time_point until);  // false if it is not done by then
 
  private:

@@ -37,7 +37,8 @@ void Mailbox::close() {
   auto drop = [&](auto& open) {
     for (auto& delivery : open) {
       if (delivery->state == Delivery::State::Open)
-        fail(*delivery, Kind::Backend, headline(*delivery) + ": the group was destroyed before it was done");
+        fail(*delivery, Kind::Backend,
+             headline(*delivery) + ": the group was destroyed before it was done");
       // What is on its way may still be read by its receiver.
       if (delivery->pipe_block) board_->park(std::move(delivery->pipe_block));
     }
@@ -54,11 +55,13 @@ void Mailbox::close() {
 }
 
 std::string Mailbox::headline(const Delivery& delivery) const {
-  std::string text = std::string(phalanx::name(delivery.op)) + "(" + phalanx::name(delivery.dtype) + "[" +
-                     std::to_string(delivery.view.count) + "], tag=" + std::to_string(delivery.tag) + ") ";
+  std::string text = std::string(phalanx::name(delivery.op)) + "(" + phalanx::name(delivery.dtype) +
+                     "[" + std::to_string(delivery.view.count) +
+                     "], tag=" + std::to_string(delivery.tag) + ") ";
   text += delivery.op == Op::Send ? "to " : "from ";
   text += delivery.peer < 0 ? "any rank" : "rank " + std::to_string(delivery.peer);
-  return text + " on group '" + group_ + "', rank " + std::to_string(rank_) + ", at " + delivery.site;
+  return text + " on group '" + group_ + "', rank " + std::to_string(rank_) + ", at " +
+         delivery.site;
 }
 
 void Mailbox::start(const std::shared_ptr<Delivery>& delivery, bool linger) {
@@ -72,14 +75,19 @@ void Mailbox::start(const std::shared_ptr<Delivery>& delivery, bool linger) {
   if (closing_) throw Failure(Kind::Backend, headline(*delivery) + ": the group is destroyed");
   if (delivery->op == Op::Recv) {
     progress();
-    if (!match(*delivery)) asked_.push_back(delivery);
-    else if (delivery->state == Delivery::State::Open) streams_in_.push_back(delivery);
+    if (!match(*delivery))
+      asked_.push_back(delivery);
+    else if (delivery->state == Delivery::State::Open)
+      streams_in_.push_back(delivery);
   } else {
-    if (strided) pack(delivery->data, delivery->view.data, *delivery->view.layout, item_size(delivery->dtype));
+    if (strided)
+      pack(delivery->data, delivery->view.data, *delivery->view.layout, item_size(delivery->dtype));
     if (bytes > sizeof(Cell::payload)) open_pipe(*delivery, bytes);
     if (outbox_[delivery->peer].empty() && push(*delivery)) {
-      if (delivery->pipe) streams_out_.push_back(delivery);
-      else finish(*delivery);
+      if (delivery->pipe)
+        streams_out_.push_back(delivery);
+      else
+        finish(*delivery);
     } else {
       // No free cell: a small message is copied so that its sender can go on.
       if (!delivery->pipe && waiting_out_ < kBacklog) {
@@ -98,8 +106,10 @@ void Mailbox::start(const std::shared_ptr<Delivery>& delivery, bool linger) {
   }
   bool open = delivery->state == Delivery::State::Open;
   if ((linger && open) || (delivery->buffered && waiting_out_)) {
-    if (!courier_.joinable()) courier_ = std::thread([this] { run_courier(); });
-    else wake_courier_.notify_all();
+    if (!courier_.joinable())
+      courier_ = std::thread([this] { run_courier(); });
+    else
+      wake_courier_.notify_all();
   }
 }
 
@@ -148,8 +158,10 @@ bool Mailbox::push(Delivery& delivery) {
 // Move a send's bytes into its pipe; true if something moved.
 bool Mailbox::pump_out(Delivery& delivery) {
   Pipe& pipe = *delivery.pipe;
-  if (delivery.state == Delivery::State::Open && pipe.state.load(std::memory_order_acquire) == Pipe::Refused) {
-    fail(delivery, Kind::Mismatch, headline(delivery) + ": the receiver asked for something else and refused the message");
+  if (delivery.state == Delivery::State::Open &&
+      pipe.state.load(std::memory_order_acquire) == Pipe::Refused) {
+    fail(delivery, Kind::Mismatch,
+         headline(delivery) + ": the receiver asked for something else and refused the message");
     return true;
   }
   // Acquire: the receiver has read what is overwritten here. Release: it sees what is written.
@@ -163,7 +175,9 @@ bool Mailbox::pump_out(Delivery& delivery) {
   uint64_t filled = pipe.filled.load(std::memory_order_relaxed);
   while (filled < pipe.bytes && filled - drained < pipe.capacity) {
     size_t at = filled % pipe.capacity;
-    size_t length = std::min({kGulp, size_t(pipe.bytes - filled), size_t(pipe.capacity - (filled - drained)), size_t(pipe.capacity - at)});
+    size_t length =
+        std::min({kGulp, size_t(pipe.bytes - filled), size_t(pipe.capacity - (filled - drained)),
+                  size_t(pipe.capacity - at)});
     std::memcpy(pipe.data + at, delivery.data + filled, length);
     filled += length;
     pipe.filled.store(filled, std::memory_order_release);
@@ -182,7 +196,8 @@ bool Mailbox::pump_out(Delivery& delivery) {
 bool Mailbox::pump_in(Delivery& delivery) {
   Pipe& pipe = *delivery.pipe;
   if (pipe.state.load(std::memory_order_acquire) == Pipe::Abandoned) {
-    fail(delivery, Kind::PeerFailed, headline(delivery) + ": the sender gave up in the middle of the message");
+    fail(delivery, Kind::PeerFailed,
+         headline(delivery) + ": the sender gave up in the middle of the message");
     return true;
   }
   // Once `drained` says that all is read, the pipe is the sender's again: it is not touched after.
@@ -203,7 +218,8 @@ bool Mailbox::pump_in(Delivery& delivery) {
     if (drained == filled) break;
     size_t at = drained % capacity;
     size_t length = std::min({kGulp, size_t(filled - drained), size_t(capacity - at)});
-    phalanx::copy(delivery.data + drained, pipe.data + at, length, bytes >= stream_threshold ? 0 : SIZE_MAX);
+    phalanx::copy(delivery.data + drained, pipe.data + at, length,
+                  bytes >= stream_threshold ? 0 : SIZE_MAX);
     advance(length);
   }
   if (drained == bytes) finish(delivery);
@@ -264,8 +280,10 @@ void Mailbox::accept(Delivery& recv, Letter& letter) {
   if (letter.dtype != recv.dtype || letter.count != recv.view.count) {
     if (letter.pipe) letter.pipe->state.store(Pipe::Refused, std::memory_order_release);
     board_->seat(letter.from).mail.ring();
-    fail(recv, Kind::Mismatch, headline(recv) + ": rank " + std::to_string(letter.from) + " sent " + phalanx::name(letter.dtype) +
-                                   "[" + std::to_string(letter.count) + "]; nothing was written");
+    fail(recv, Kind::Mismatch,
+         headline(recv) + ": rank " + std::to_string(letter.from) + " sent " +
+             phalanx::name(letter.dtype) + "[" + std::to_string(letter.count) +
+             "]; nothing was written");
     return;
   }
   recv.pipe = letter.pipe;
@@ -310,8 +328,10 @@ bool Mailbox::progress() {
       box.pop_front();
       --waiting_out_;
       moved = true;
-      if (delivery->pipe) streams_out_.push_back(delivery);
-      else if (delivery->state == Delivery::State::Open) finish(*delivery);
+      if (delivery->pipe)
+        streams_out_.push_back(delivery);
+      else if (delivery->state == Delivery::State::Open)
+        finish(*delivery);
     }
   }
   for (auto it = streams_in_.begin(); it != streams_in_.end();) {
@@ -360,7 +380,8 @@ void Mailbox::inspect(bool quiet) {
     } else if (peer < 0 && others_gone > 0 && others_gone == board_->size() - 1) {
       fail(delivery, Kind::PeerFailed, headline(delivery) + ": all the other ranks are gone");
     } else if (delivery.deadline.passed()) {
-      fail(delivery, Kind::Timeout, headline(delivery) + ": timed out after " + seconds_text(delivery.timeout));
+      fail(delivery, Kind::Timeout,
+           headline(delivery) + ": timed out after " + seconds_text(delivery.timeout));
     }
   };
   auto failed = [](auto& delivery) { return delivery->state == Delivery::State::Failed; };
@@ -371,7 +392,8 @@ void Mailbox::inspect(bool quiet) {
   streams_out_.remove_if([&](auto& delivery) { return !ends[delivery->peer].empty(); });
   for (auto& box : outbox_) {
     for (auto& delivery : box) judge(*delivery);
-    waiting_out_ -= std::erase_if(box, [&](auto& delivery) { return failed(delivery) || !ends[delivery->peer].empty(); });
+    waiting_out_ -= std::erase_if(
+        box, [&](auto& delivery) { return failed(delivery) || !ends[delivery->peer].empty(); });
   }
 }
 
@@ -388,7 +410,8 @@ void Mailbox::wait(Delivery& delivery, const Deadline& patience) {
       std::lock_guard lock(mutex_);
       inspect(quiet);
       if (delivery.state != Delivery::State::Open) return;
-      if (patience.passed()) throw Failure(Kind::Timeout, headline(delivery) + ": not done when wait() timed out");
+      if (patience.passed())
+        throw Failure(Kind::Timeout, headline(delivery) + ": not done when wait() timed out");
     }
     if (quiet) check_interrupt();
   });

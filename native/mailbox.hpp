@@ -50,7 +50,13 @@ struct Pipe {
 struct Delivery {
   enum class State { Open, Done, Failed };
   Delivery(Op op, int peer, int tag, DType dtype, View view, double timeout)
-      : op(op), peer(peer), tag(tag), dtype(dtype), view(std::move(view)), deadline(Deadline::in(timeout)), timeout(timeout) {}
+      : op(op),
+        peer(peer),
+        tag(tag),
+        dtype(dtype),
+        view(std::move(view)),
+        deadline(Deadline::in(timeout)),
+        timeout(timeout) {}
   Op op;
   int peer;  // -1: any source
   int tag;
@@ -125,11 +131,12 @@ class Mailbox {
   std::thread courier_;
   bool closing_ = false;
 
-  std::vector<uint32_t> sent_, received_;                   // cells used so far, per peer
-  std::vector<std::deque<std::shared_ptr<Delivery>>> outbox_;  // sends that have no cell yet, per peer
-  size_t waiting_out_ = 0;                                  // deliveries in all outboxes
-  Deliveries streams_out_, streams_in_;                     // sends and recvs that have a pipe
-  Deliveries asked_;                                        // recvs that have met no letter
+  std::vector<uint32_t> sent_, received_;  // cells used so far, per peer
+  std::vector<std::deque<std::shared_ptr<Delivery>>>
+      outbox_;                           // sends that have no cell yet, per peer
+  size_t waiting_out_ = 0;               // deliveries in all outboxes
+  Deliveries streams_out_, streams_in_;  // sends and recvs that have a pipe
+  Deliveries asked_;                     // recvs that have met no letter
   std::list<Letter> letters_;
   std::vector<Block> spare_pipes_;
 };

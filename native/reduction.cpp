@@ -1,6 +1,7 @@
-// Operations that combine data: all_reduce, reduce, reduce_scatter. The vector is cut into one piece
-// per rank; each rank combines its piece from all ranks, always in rank order, so that results are
-// the same bits on every rank, in every run, and whichever of the three ways below is taken.
+// Operations that combine data: all_reduce, reduce, reduce_scatter. The vector is cut into one
+// piece per rank; each rank combines its piece from all ranks, always in rank order, so that
+// results are the same bits on every rank, in every run, and whichever of the three ways below is
+// taken.
 #include <algorithm>
 #include <cstring>
 
@@ -15,7 +16,8 @@ constexpr size_t kInlineTotal = 128 << 10;
 // One reduction over the ranks of a group: gathers the sources and runs the kernel.
 class Combine {
  public:
-  Combine(const Call& call, int size) : reduction_{call.dtype, call.reduce}, srcs_(size), factors_(size, 1.0) {}
+  Combine(const Call& call, int size)
+      : reduction_{call.dtype, call.reduce}, srcs_(size), factors_(size, 1.0) {}
   void source(int rank, const std::byte* data) { srcs_[rank] = data; }
   void factor(int rank, double factor) { factors_[rank] = factor; }
   void into(std::span<void* const> dsts, size_t count) {
@@ -52,8 +54,9 @@ void Group::reduce(Passage& passage) {
   const size_t item = passage.item;
   const bool scatters = call.op == Op::ReduceScatter;
   if (!reducible(call.dtype, call.reduce))
-    throw Failure(Kind::Invalid, std::string(phalanx::name(call.op)) + ": " + phalanx::name(call.reduce) +
-                                     " is not defined for " + phalanx::name(call.dtype));
+    throw Failure(Kind::Invalid, std::string(phalanx::name(call.op)) + ": " +
+                                     phalanx::name(call.reduce) + " is not defined for " +
+                                     phalanx::name(call.dtype));
   size_t bytes = 0;
   for (const View& input : call.inputs) {
     bytes += input.count * item;
@@ -89,8 +92,8 @@ void Group::reduce(Passage& passage) {
     else
       passage.posting.data = shared;
   }
-  // Threads reach everything. Processes keep a stage ready even for a Direct offer, for the case that
-  // another rank's tensor is an ordinary one.
+  // Threads reach everything. Processes keep a stage ready even for a Direct offer, for the case
+  // that another rank's tensor is an ordinary one.
   if (!board_->threads()) passage.posting.stage = need_stage();
   // The first pieces are filled before the meeting, which then is their tick as well; that needs
   // nothing from the others and writes nothing of the user's.
@@ -122,7 +125,8 @@ void Group::reduce_inline(Passage& passage, size_t bytes) {
   Combine combine(call, size());
   for (int rank = 0; rank < size(); ++rank) {
     combine.source(rank, inline_area(rank, clock_, passage.sequence, bytes) + start);
-    if (call.reduce == Reduce::PremulSum) combine.factor(rank, board_->posting(rank, passage.sequence).factor);
+    if (call.reduce == Reduce::PremulSum)
+      combine.factor(rank, board_->posting(rank, passage.sequence).factor);
   }
   combine.into(call.outputs[0].data, call.outputs[0].count);
 }
@@ -164,7 +168,8 @@ void Group::fill(const Passage& passage, uint32_t step) {
     View other = piece(passage.call, passage.item, rank);
     size_t begin = step * elements;
     if (rank == rank_ || begin >= other.count) continue;
-    std::memcpy(at, other.data + begin * passage.item, std::min(elements, other.count - begin) * passage.item);
+    std::memcpy(at, other.data + begin * passage.item,
+                std::min(elements, other.count - begin) * passage.item);
   }
 }
 
@@ -182,7 +187,7 @@ void Group::reduce_staged(Passage& passage, bool filled) {
   const uint32_t steps = uint32_t((longest + elements - 1) / elements);
   const uint32_t last = scatters ? steps : steps + 1;
   View mine = piece(call, item, rank_);
-  std::byte* result = scatters        ? call.outputs[0].data
+  std::byte* result = scatters    ? call.outputs[0].data
                       : wants_all ? call.outputs[0].data + (mine.data - call.inputs[0].data)
                                   : nullptr;
   Combine combine(call, p);
@@ -213,8 +218,10 @@ void Group::reduce_staged(Passage& passage, bool filled) {
         int rank = (rank_ + turn) % p;
         View other = piece(call, item, rank);
         if (begin >= other.count) continue;
-        std::byte* target = call.outputs[0].data + (other.data - call.inputs[0].data) + begin * item;
-        std::memcpy(target, outs[rank] + ((turn_ + step - 2) & 1) * (chunk_ / 2), std::min(elements, other.count - begin) * item);
+        std::byte* target =
+            call.outputs[0].data + (other.data - call.inputs[0].data) + begin * item;
+        std::memcpy(target, outs[rank] + ((turn_ + step - 2) & 1) * (chunk_ / 2),
+                    std::min(elements, other.count - begin) * item);
       }
     }
     if (step < last) tick(passage);

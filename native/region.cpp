@@ -58,8 +58,8 @@ std::shared_ptr<Region> Region::create(size_t bytes, bool threads) {
     ticket << "threads " << number;
   } else {
     const HeapAddress& heap = Heap::mine()->address();
-    ticket << "processes " << heap.pid << ' ' << heap.fd << ' ' << heap.start_time << ' ' << heap.nonce
-           << ' ' << heap.size << ' ' << Heap::mine()->offset(region->base_);
+    ticket << "processes " << heap.pid << ' ' << heap.fd << ' ' << heap.start_time << ' '
+           << heap.nonce << ' ' << heap.size << ' ' << Heap::mine()->offset(region->base_);
   }
   region->ticket_ = ticket.str();
   return region;
@@ -76,7 +76,8 @@ std::shared_ptr<Region> Region::open(const std::string& ticket) {
     std::lock_guard lock(registry().mutex);
     auto found = registry().plain.find(number);
     if (!fields || found == registry().plain.end())
-      throw Failure(Kind::Backend, "no region '" + ticket + "' in this process (its world has ended)");
+      throw Failure(Kind::Backend,
+                    "no region '" + ticket + "' in this process (its world has ended)");
     region->threads_ = true;
     region->block_ = found->second;
     region->base_ = region->block_.data();
@@ -85,7 +86,8 @@ std::shared_ptr<Region> Region::open(const std::string& ticket) {
     HeapAddress heap;
     uint64_t offset = 0;
     fields >> heap.pid >> heap.fd >> heap.start_time >> heap.nonce >> heap.size >> offset;
-    if (kind != "processes" || !fields) throw Failure(Kind::Backend, "not a region's ticket: '" + ticket + "'");
+    if (kind != "processes" || !fields)
+      throw Failure(Kind::Backend, "not a region's ticket: '" + ticket + "'");
     region->view_ = HeapView::open(heap);
     region->base_ = region->view_->at(offset);
     users(region->base_) += 1;

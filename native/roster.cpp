@@ -46,12 +46,13 @@ std::shared_ptr<Roster> Roster::open(const std::string& ticket) {
 
 void Roster::join(int rank, Deadline deadline) {
   if (rank < 0 || rank >= size())
-    throw Failure(Kind::Invalid, "rank " + std::to_string(rank) + " is not in a world of " + std::to_string(size()));
+    throw Failure(Kind::Invalid, "rank " + std::to_string(rank) + " is not in a world of " +
+                                     std::to_string(size()));
   Member& me = member(rank);
   auto expected = Presence::Absent;
   if (!me.presence.compare_exchange_strong(expected, Presence::Joining))
-    throw Failure(Kind::Backend, "rank " + std::to_string(rank) + " was claimed twice: by " + title(rank) +
-                                     " and by pid " + std::to_string(::getpid()));
+    throw Failure(Kind::Backend, "rank " + std::to_string(rank) + " was claimed twice: by " +
+                                     title(rank) + " and by pid " + std::to_string(::getpid()));
   if (threads())
     me.heap.pid = ::getpid();
   else
@@ -61,7 +62,8 @@ void Roster::join(int rank, Deadline deadline) {
 
   int next = 0;
   auto everybody = [&] {
-    while (next < size() && member(next).presence.load(std::memory_order_acquire) >= Presence::Here) ++next;
+    while (next < size() && member(next).presence.load(std::memory_order_acquire) >= Presence::Here)
+      ++next;
     return next == size();
   };
   Spin spin(false);
@@ -72,7 +74,8 @@ void Roster::join(int rank, Deadline deadline) {
         std::string end = obituary(peer, true);
         if (!end.empty()) throw Failure(Kind::PeerFailed, "init_process_group: " + end);
       }
-      if (member(peer).presence < Presence::Here) missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
+      if (member(peer).presence < Presence::Here)
+        missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
     }
     if (deadline.passed())
       throw Failure(Kind::Timeout, "init_process_group on rank " + std::to_string(rank) +
@@ -99,7 +102,8 @@ void Roster::fail(int rank, const std::string& why) {
 
 std::string Roster::title(int rank) const {
   std::string text = "rank " + std::to_string(rank);
-  if (!threads() && member(rank).heap.pid) text += " (pid " + std::to_string(member(rank).heap.pid) + ")";
+  if (!threads() && member(rank).heap.pid)
+    text += " (pid " + std::to_string(member(rank).heap.pid) + ")";
   return text;
 }
 

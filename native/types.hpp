@@ -8,9 +8,26 @@ namespace phalanx {
 
 // The numbers are part of the protocol between ranks and are mirrored in types.py.
 enum class DType : uint8_t {
-  Bool, U8, I8, U16, I16, U32, I32, U64, I64,
-  F16, BF16, F32, F64, C64, C128,
-  F8E4M3FN, F8E5M2, F8E4M3FNUZ, F8E5M2FNUZ, F8E8M0FNU,
+  Bool,
+  U8,
+  I8,
+  U16,
+  I16,
+  U32,
+  I32,
+  U64,
+  I64,
+  F16,
+  BF16,
+  F32,
+  F64,
+  C64,
+  C128,
+  F8E4M3FN,
+  F8E5M2,
+  F8E4M3FNUZ,
+  F8E5M2FNUZ,
+  F8E8M0FNU,
   Count
 };
 

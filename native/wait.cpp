@@ -15,7 +15,8 @@ std::atomic<InterruptCheck> interrupt_check{nullptr};
 
 // Not FUTEX_PRIVATE: the word may be shared between processes.
 long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
-  return ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout, nullptr, 0);
+  return ::syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, timeout,
+                   nullptr, 0);
 }
 
 }  // namespace
@@ -23,7 +24,8 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
 Deadline Deadline::in(double seconds) {
   constexpr double kForever = 1e9;
   if (!(seconds >= 0) || seconds > kForever) seconds = kForever;
-  return Deadline(Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
+  return Deadline(Clock::now() + std::chrono::duration_cast<Clock::duration>(
+                                     std::chrono::duration<double>(seconds)));
 }
 
 void Bell::wake() {

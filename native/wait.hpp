@@ -47,16 +47,24 @@ struct alignas(64) Bell {
 
 constexpr auto kSlice = std::chrono::milliseconds(50);
 
-// How long a waiter may burn its core before it sleeps: not at all where ranks outnumber cores, else
-// up to 50 us, and less while spinning has not paid. The least is what waking a sleeper costs, so
-// that ranks which have slept find back to spinning.
+// How long a waiter may burn its core before it sleeps: not at all where ranks outnumber cores,
+// else up to 50 us, and less while spinning has not paid. The least is what waking a sleeper costs,
+// so that ranks which have slept find back to spinning.
 class Spin {
  public:
   explicit Spin(bool allowed) : budget_(allowed ? kMost : 0) {}
-  std::chrono::nanoseconds budget() const { return std::chrono::nanoseconds(budget_.load(std::memory_order_relaxed)); }
+  std::chrono::nanoseconds budget() const {
+    return std::chrono::nanoseconds(budget_.load(std::memory_order_relaxed));
+  }
   // Hints that several threads may give at once: the last one counts.
-  void paid() { budget_.store(std::min(2 * budget_.load(std::memory_order_relaxed), kMost), std::memory_order_relaxed); }
-  void wasted() { budget_.store(std::max(budget_.load(std::memory_order_relaxed) / 2, kLeast), std::memory_order_relaxed); }
+  void paid() {
+    budget_.store(std::min(2 * budget_.load(std::memory_order_relaxed), kMost),
+                  std::memory_order_relaxed);
+  }
+  void wasted() {
+    budget_.store(std::max(budget_.load(std::memory_order_relaxed) / 2, kLeast),
+                  std::memory_order_relaxed);
+  }
 
  private:
   static constexpr int64_t kMost = 50'000, kLeast = 10'000;
@@ -98,7 +106,8 @@ void wait_until(Bell& bell, Spin& spin, const Deadline& deadline, Ready&& ready,
       if (ready()) return;
       look(quiet);
       auto left = deadline.at() - Clock::now();
-      quiet = left <= Clock::duration::zero() || !bell.sleep(seen, std::min<Clock::duration>(kSlice, left));
+      quiet = left <= Clock::duration::zero() ||
+              !bell.sleep(seen, std::min<Clock::duration>(kSlice, left));
     }
   }
 }
@@ -108,7 +117,8 @@ std::string seconds_text(double seconds);  // "0.5 s"
 // Cores that this process may use.
 int usable_cores();
 
-// Called between the slices of waits made on a user's thread; throws when that thread was interrupted.
+// Called between the slices of waits made on a user's thread; throws when that thread was
+// interrupted.
 using InterruptCheck = void (*)();
 void set_interrupt_check(InterruptCheck check);
 void check_interrupt();

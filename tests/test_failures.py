@@ -220,3 +220,18 @@ def _raise_interrupt(*_: object) -> None:
 
 def test_a_wait_can_be_interrupted() -> None:
     assert run_ranks(_interrupted, 2, ranks="processes") == ["interrupted", "told"]
+
+
+def _fails_before_a_group_is_made() -> None:
+    if dist.get_rank() == 0:
+        raise KeyError("lost")
+    dist.new_group([0, 1])
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_a_group_whose_first_rank_failed_is_given_up(ranks: str) -> None:
+    results = run_ranks(_fails_before_a_group_is_made, 2, ranks=ranks, return_exceptions=True)
+    assert isinstance(results[0], KeyError)
+    assert isinstance(results[1], dist.PeerFailed)
+    assert "rank 0" in str(results[1])
+    assert "lost" in str(results[1])

@@ -7,11 +7,16 @@ namespace {
 
 const char* name(const Request& request) {
   switch (request.op) {
-    case Op::Get: return request.keys.size() == 1 ? "get" : "multi_get";
-    case Op::Wait: return "wait";
-    case Op::Pop: return "queue_pop";
-    case Op::Barrier: return "barrier";
-    default: return "request";
+    case Op::Get:
+      return request.keys.size() == 1 ? "get" : "multi_get";
+    case Op::Wait:
+      return "wait";
+    case Op::Pop:
+      return "queue_pop";
+    case Op::Barrier:
+      return "barrier";
+    default:
+      return "request";
   }
 }
 
@@ -25,21 +30,29 @@ constexpr size_t any = SIZE_MAX;
 
 Shape shape(const Request& request) {
   switch (request.op) {
-    case Op::Set: return {0, any, request.keys.size()};
+    case Op::Set:
+      return {0, any, request.keys.size()};
     case Op::Get:
     case Op::Check:
-    case Op::Wait: return {0, any, 0};
+    case Op::Wait:
+      return {0, any, 0};
     case Op::Add:
     case Op::Delete:
     case Op::Pop:
-    case Op::Length: return {1, 1, 0};
+    case Op::Length:
+      return {1, 1, 0};
     case Op::Append:
-    case Op::Push: return {1, 1, 1};
-    case Op::CompareSet: return {1, 1, 2};
-    case Op::Barrier: return {1, 1, std::min<size_t>(request.values.size(), 1)};
+    case Op::Push:
+      return {1, 1, 1};
+    case Op::CompareSet:
+      return {1, 1, 2};
+    case Op::Barrier:
+      return {1, 1, std::min<size_t>(request.values.size(), 1)};
     case Op::NumKeys:
-    case Op::ListKeys: return {0, 0, 0};
-    default: throw Failure(Kind::Invalid, "unknown request");
+    case Op::ListKeys:
+      return {0, 0, 0};
+    default:
+      throw Failure(Kind::Invalid, "unknown request");
   }
 }
 
@@ -71,7 +84,8 @@ std::string quoted(const std::vector<std::string>& keys) {
 Reply accepted(Reply reply, const Request& request, const Patience& patience,
                const std::string& where) {
   switch (reply.status) {
-    case Status::Ok: return reply;
+    case Status::Ok:
+      return reply;
     case Status::QueueEmpty:
       throw Failure(Kind::QueueEmpty,
                     "queue_pop: queue " + quoted(request.keys) + " is empty" + where);

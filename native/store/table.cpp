@@ -103,8 +103,12 @@ const std::string* Table::apply(Request& request, Reply& reply) {
       }
       break;
     }
-    case Op::Delete: reply.number = static_cast<int64_t>(values_.erase(keys[0])); break;
-    case Op::NumKeys: reply.number = static_cast<int64_t>(values_.size()); break;
+    case Op::Delete:
+      reply.number = static_cast<int64_t>(values_.erase(keys[0]));
+      break;
+    case Op::NumKeys:
+      reply.number = static_cast<int64_t>(values_.size());
+      break;
     case Op::ListKeys:
       for (auto& [key, value] : values_) reply.values.push_back(key);
       break;
@@ -129,8 +133,10 @@ const std::string* Table::apply(Request& request, Reply& reply) {
       reply.number = found == queues_.end() ? 0 : static_cast<int64_t>(found->second.size());
       break;
     }
-    case Op::Barrier: return arrive(request);
-    default: break;  // validate() let none through
+    case Op::Barrier:
+      return arrive(request);
+    default:
+      break;  // validate() let none through
   }
   return nullptr;
 }

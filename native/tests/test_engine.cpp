@@ -125,7 +125,8 @@ TEST(reductions) {
         call.inputs = {view(mine)};
         if (self.id() == call.root) call.outputs = call.inputs;
         run(self, call);
-        for (size_t i = 0; i < count; ++i) CHECK(mine[i] == (self.id() == p - 1 ? expected(i) : values[i]));
+        for (size_t i = 0; i < count; ++i)
+          CHECK(mine[i] == (self.id() == p - 1 ? expected(i) : values[i]));
       }
       {
         std::vector<std::vector<float>> inputs(p, values);
@@ -192,7 +193,8 @@ TEST(messages) {
       int next = (self.id() + 1) % p, previous = (self.id() + p - 1) % p;
       auto send = std::make_shared<Delivery>(Op::Send, next, 7, DType::F32, view(out), 20);
       self.mailbox.start(send, true);
-      auto recv = std::make_shared<Delivery>(Op::Recv, count % 2 ? -1 : previous, 7, DType::F32, view(in), 20);
+      auto recv = std::make_shared<Delivery>(Op::Recv, count % 2 ? -1 : previous, 7, DType::F32,
+                                             view(in), 20);
       self.mailbox.start(recv, false);
       self.mailbox.wait(*recv, Deadline::in(20));
       self.mailbox.wait(*send, Deadline::in(20));
@@ -285,7 +287,8 @@ TEST(a_killed_rank_is_named) {
         self.group.run(barrier);
       }
     } catch (const Failure& failure) {
-      named = failure.kind == Kind::PeerFailed && std::string(failure.what()).find("rank 1") != std::string::npos;
+      named = failure.kind == Kind::PeerFailed &&
+              std::string(failure.what()).find("rank 1") != std::string::npos;
     }
     CHECK(named);
     for (pid_t child : children) ::waitpid(child, nullptr, 0);

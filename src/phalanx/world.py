@@ -110,10 +110,10 @@ class World:
         del self.groups[group.group_name]
         group.shutdown()
 
-    def abort(self, reason: str) -> None:
-        """Make all who wait for this rank raise."""
+    def fail(self, reason: str) -> None:
+        """Tell the others that this rank has failed: all who wait for it raise."""
         for group in list(self.groups.values()):
-            group.abort(reason)
+            group.backend.fail(reason)
 
     def close(self) -> None:
         """Close all groups, the newest first."""
@@ -132,10 +132,10 @@ class Slot:
     def __init__(self) -> None:
         self.world: World | None = None
 
-    def abort(self, reason: str) -> None:
+    def fail(self, reason: str) -> None:
         """Make all who wait for the rank of this slot raise."""
         if self.world is not None:
-            self.world.abort(reason)
+            self.world.fail(reason)
 
 
 _PROCESS = Slot()

@@ -90,6 +90,10 @@ class GroupBackend(ABC):
         """
         self.close()
 
+    def fail(self, reason: str) -> None:
+        """Tell the other ranks that this one has failed, also on groups yet to be made."""
+        self.abort(reason)
+
     def sequence_number(self) -> int:
         """Return how many collectives this rank has issued."""
         return self._issued

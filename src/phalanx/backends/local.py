@@ -15,10 +15,13 @@ import phalanx
 from phalanx import _native
 from phalanx.backends.base import GroupBackend
 from phalanx.backends.registry import BackendOptions
-from phalanx.types import DTYPES, ReduceOp, Timeout, seconds
+from phalanx.errors import DistTimeout, PeerFailed, StoreTimeout
+from phalanx.types import DTYPES, Deadline, ReduceOp, Timeout, seconds
 from phalanx.work import Work
 
 _native.configure(DTYPES, os.path.dirname(os.path.abspath(phalanx.__file__)) + os.sep)
+
+_LOOK = 0.2  # seconds between looks at a rank that others wait for
 
 _open_backends: weakref.WeakSet[LocalBackend] = weakref.WeakSet()
 
@@ -28,7 +31,7 @@ def create(options: BackendOptions, pg_options: object = None) -> LocalBackend:
     roster, index = _roster(options)
     members = options.global_ranks if index else list(range(options.group_size))
     creator = options.group_rank == 0
-    ticket = "" if creator else options.store.get("board").decode()
+    ticket = "" if creator else _announced(options, roster, members[0])
     group = _native.Group(
         roster, members, options.group_rank, options.group_id, options.timeout, ticket
     )
@@ -56,6 +59,23 @@ def _roster(options: BackendOptions) -> tuple[_native.Roster, bool]:
     if whole_world:
         options.shared["roster"] = roster
     return roster, whole_world
+
+
+def _announced(options: BackendOptions, roster: _native.Roster, creator: int) -> str:
+    """Return the ticket of the board that ``creator`` makes, unless it fails before that."""
+    deadline = Deadline(options.timeout)
+    while True:
+        try:
+            options.store.wait(["board"], min(deadline.left(), _LOOK))
+            return str(options.store.get("board").decode())
+        except StoreTimeout:
+            if end := roster.obituary(creator, ask_system=True):
+                raise PeerFailed(f"group {options.group_id!r} cannot be made: {end}") from None
+            if deadline.left() <= 0:
+                raise DistTimeout(
+                    f"group {options.group_id!r} cannot be made: rank {creator} has not called for "
+                    f"it within {options.timeout:g} s"
+                ) from None
 
 
 class NativeWork(Work):
@@ -110,12 +130,11 @@ class LocalBackend(GroupBackend):
         self._group.abort(reason)
 
     def fail(self, reason: str) -> None:
-        """Say, on all groups of this rank's world, that this rank has failed."""
         self._roster.fail(self._member, reason)
-        self._group.alarm()
+        self._group.abort(reason)
 
     def leave(self) -> None:
-        """Say, on all groups of this rank's world, that this rank has ended."""
+        """Tell the other ranks that this one has ended."""
         self._roster.leave(self._member)
         self._group.alarm()
 

@@ -192,7 +192,7 @@ def _outcome(rank: int, job: _Job) -> bytes:
     except BaseException as error:
         text = "".join(traceback.format_exception(error))
         failure = Failure(rank, as_error(error), text)
-        world.current_slot().abort(reason(failure))
+        world.current_slot().fail(reason(failure))
         return _pickled(failure)
 
 

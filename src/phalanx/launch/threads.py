@@ -144,7 +144,7 @@ class _Threads:
             self.failures.append(failure)
             if not patient:
                 self.limit = min(self.limit, failure.when + GRACE)
-            rank.slot.abort(reason(failure))
+            rank.slot.fail(reason(failure))
         finally:
             self.ended.put(rank.rank)
 
@@ -168,7 +168,7 @@ class _Threads:
     def _stop(self) -> None:
         """End what still runs: wake ranks that wait for others, interrupt those that compute."""
         for rank, thread in self.running.items():
-            self.ranks[rank].slot.abort("the run was given up")
+            self.ranks[rank].slot.fail("the run was given up")
             if thread.ident is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop)
