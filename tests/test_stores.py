@@ -358,11 +358,15 @@ def test_ctrl_c_ends_a_wait(kind, tmp_path, request):
         "tcp": lambda: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False),
         "file": lambda: FileStore(tmp_path / "store", 1),
     }[kind]()
-    # Should it come before the wait, the wait ends at its start: either way it ends.
     sender = threading.Timer(0.05, lambda: signal.raise_signal(signal.SIGINT))
-    sender.start()
-    with pytest.raises(KeyboardInterrupt):
+
+    def wait():
+        sender.start()
         store.get("never")
+
+    # Should the signal come before the wait, it ends there: either way this raises.
+    with pytest.raises(KeyboardInterrupt):
+        wait()
     sender.join()
     store.set("never", "alive")
     assert store.get("never") == b"alive"
