@@ -208,10 +208,23 @@ def test_coalesced_forms(run):
         assert [[t[0].item() for t in each] for each in outputs] == [[0, 1], [1, 1]]
         with pytest.raises(ValueError, match="all_reduce does not support"):
             dist.all_reduce_coalesced([torch.ones(1).cfloat()], ReduceOp.MAX)
-        with pytest.raises(ValueError, match="dtype"):
-            dist.all_reduce_coalesced([torch.ones(1), torch.ones(1).int()])
+        with pytest.raises(TypeError, match="list"):
+            dist.all_reduce_coalesced("tensors")
         with pytest.raises(TypeError, match="output_tensor_lists"):
             dist.all_gather_coalesced([outputs[0]], tensors)
+
+    run(body, 2)
+
+
+def test_methods_of_a_group(run):
+    def body():
+        group, tensor = dist.group.WORLD, torch.tensor([dist.get_rank() + 1])
+        assert group.allreduce(tensor).wait()
+        assert group.allreduce([tensor]).get_future().wait()[0].item() == 6
+        tensor.fill_(dist.get_rank())
+        group.broadcast(tensor, 1).wait()
+        group.barrier().wait()
+        assert tensor.item() == 1
 
     run(body, 2)
 

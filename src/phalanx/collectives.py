@@ -69,15 +69,15 @@ def all_reduce_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Future[Any] | None:
-    """Reduce several tensors of one dtype as one operation; a future if ``async_op``."""
+    """Reduce several tensors as one operation; a future if ``async_op``."""
     found = transport(group, "all_reduce_coalesced")
     if found is None:
         return None
     op = ReduceOp(op)
     given = [tensors] if isinstance(tensors, Tensor) else tensors
-    each = checks.tensors(given, "tensors", "all_reduce_coalesced")
-    for i, tensor in enumerate(each):
-        checks.reducible(tensor, f"tensors[{i}]", "all_reduce", op)
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"all_reduce_coalesced needs a list of tensors, got {type(given).__name__}")
+    each = [checks.reducible(t, f"tensors[{i}]", "all_reduce", op) for i, t in enumerate(given)]
     work = found.coalesce([("all_reduce", (tensor, op)) for tensor in each], async_op=async_op)
     return None if work is None else work.get_future()
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn, cast
 
-from phalanx.backends.base import GroupBackend
+from torch import Tensor
+
+from phalanx.backends.base import Call, GroupBackend
 from phalanx.backends.registry import BackendConfig
-from phalanx.types import Timeout, seconds
+from phalanx.types import ReduceOp, Timeout, seconds
+from phalanx.work import Work
 
 
 class _Outsider:
@@ -103,6 +106,21 @@ class ProcessGroup:
             )
         return self.ranks[group_rank]
 
+    def allreduce(self, tensors: Tensor | Sequence[Tensor], op: ReduceOp = ReduceOp.SUM) -> Work:
+        """Start to reduce tensors on all members."""
+        return self._start([("all_reduce", (tensor, op)) for tensor in _listed(tensors)])
+
+    def broadcast(self, tensors: Tensor | Sequence[Tensor], root: int = 0) -> Work:
+        """Start to copy the tensors of group rank ``root`` to all members."""
+        return self._start([("broadcast", (tensor, root)) for tensor in _listed(tensors)])
+
+    def barrier(self) -> Work:
+        """Start a barrier."""
+        return self._start([("barrier", ())])
+
+    def _start(self, calls: list[Call]) -> Work:
+        return cast(Work, self.transport.coalesce(calls, async_op=True))
+
     def monitored_barrier(
         self, timeout: Timeout | None = None, wait_all_ranks: bool = False
     ) -> None:
@@ -132,3 +150,7 @@ class ProcessGroup:
             f"<ProcessGroup {self.group_name!r} ({self.group_desc}): "
             f"rank {self._rank} of {self.ranks}, {self.config!r}>"
         )
+
+
+def _listed(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors

@@ -35,7 +35,8 @@ class Recorded:
             return operation
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
-            event = torch._C._profiler._RecordFunctionFast(f"phalanx:{name}", _inputs(name, args))
+            title = "recvAnySource" if name == "recv" and args[1] is None else name
+            event = torch._C._profiler._RecordFunctionFast(f"phalanx:{title}", _inputs(name, args))
             event.__enter__()
             result = None
             try:

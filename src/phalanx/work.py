@@ -51,6 +51,9 @@ class Work(ABC):
         """Return the group rank that a completed receive got its message from."""
         raise ValueError("source_rank() is only known for a receive")
 
+    def _source_rank(self) -> int:  # torch's spelling
+        return self.source_rank()
+
     def synchronize(self) -> None:
         """Block until done, as ``wait()``."""
         self.wait()
