@@ -122,9 +122,11 @@ View view_of(nb::handle tensor, DType dtype, Call* described = nullptr) {
   bool complex = dtype == DType::C64 || dtype == DType::C128;
   if (complex && call(tensor, names().is_conj).ptr() == Py_True)
     throw nb::value_error("a conjugated view cannot be exchanged; pass tensor.resolve_conj()");
-  if (call(tensor, names().is_contiguous).ptr() == Py_True || view.count == 0) return view;
-  if (call(tensor, names().is_neg).ptr() == Py_True)
+  bool dense = call(tensor, names().is_contiguous).ptr() == Py_True || view.count == 0;
+  // Negated views come from complex tensors: they are strided or have a single element.
+  if ((!dense || view.count == 1) && call(tensor, names().is_neg).ptr() == Py_True)
     throw nb::value_error("a negated view cannot be exchanged; pass tensor.resolve_neg()");
+  if (dense) return view;
   auto layout = std::make_shared<Layout>();
   if (ndim > Layout::max_ndim)
     throw nb::value_error("a strided tensor may have at most 64 dimensions");

@@ -185,7 +185,7 @@ void Group::look(const Passage& passage, bool quiet) {
   if (!quiet) return;
   if (passage.deadline.passed()) {
     double seconds = passage.call.timeout < 0 ? timeout : passage.call.timeout;
-    std::string text = headline(passage) + ": rank " + std::to_string(rank_) + " timed out after " +
+    std::string text = headline(passage) + ": rank " + std::to_string(rank_) + " reached its timeout of " +
                        seconds_text(seconds) + " at " + passage.call.site +
                        "; not arrived: " + rank_list(missing);
     for (int rank : missing) {

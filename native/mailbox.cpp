@@ -381,7 +381,7 @@ void Mailbox::inspect(bool quiet) {
       fail(delivery, Kind::PeerFailed, headline(delivery) + ": all the other ranks are gone");
     } else if (delivery.deadline.passed()) {
       fail(delivery, Kind::Timeout,
-           headline(delivery) + ": timed out after " + seconds_text(delivery.timeout));
+           headline(delivery) + ": reached its timeout of " + seconds_text(delivery.timeout));
     }
   };
   auto failed = [](auto& delivery) { return delivery->state == Delivery::State::Failed; };

@@ -45,12 +45,6 @@ def test_unknown_names_are_attribute_errors():
         _ = phalanx.no_such_thing
 
 
-def test_rendezvous_is_the_function_whatever_was_imported():
-    import phalanx.rendezvous
-
-    assert callable(phalanx.rendezvous)
-
-
 def imports(path):
     """Yield the phalanx modules that a file imports when it is imported itself."""
     for node in ast.parse(path.read_text()).body:

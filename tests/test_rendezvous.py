@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from phalanx import rendezvous as module
+from phalanx.stores import rendezvous as module
 from phalanx.errors import DistError, DistStoreError, StoreTimeout
-from phalanx.meeting import meet, private_directory
-from phalanx.rendezvous import (
+from phalanx.stores.meeting import meet, private_directory
+from phalanx.stores.rendezvous import (
     check_in,
     from_environment,
     register_rendezvous_handler,
@@ -252,7 +252,7 @@ def test_what_is_missing_is_named(environment, facts):
 
 
 WORKER = """
-from phalanx.rendezvous import check_in, rendezvous
+from phalanx.stores.rendezvous import check_in, rendezvous
 store, rank, size = next(rendezvous(timeout=60))
 check_in(store, rank, size, 60)
 store.set(f"from/{rank}", str(rank))

@@ -64,7 +64,7 @@ from phalanx.objects import (
     send_object_list,
 )
 from phalanx.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from phalanx.rendezvous import register_rendezvous_handler, rendezvous
+from phalanx.stores.rendezvous import register_rendezvous_handler, rendezvous
 from phalanx.subgroups import (
     SHRINK_ABORT,
     SHRINK_DEFAULT,

@@ -305,7 +305,7 @@ def init_process_group(
             "init_process_group with a store needs world_size and rank, "
             f"got {world_size} and {rank}"
         )
-    from phalanx.rendezvous import check_in, rendezvous
+    from phalanx.stores.rendezvous import check_in, rendezvous
     from phalanx.stores import PrefixStore
 
     if store is None:

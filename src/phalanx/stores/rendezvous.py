@@ -31,7 +31,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from phalanx.errors import DistError, StoreTimeout
-from phalanx.meeting import meet
+from phalanx.stores.meeting import meet
 from phalanx.stores import FileStore, PrefixStore, Store, TCPStore
 from phalanx.stores.base import Timeout, seconds
 
