@@ -185,9 +185,9 @@ void Group::look(const Passage& passage, bool quiet) {
   if (!quiet) return;
   if (passage.deadline.passed()) {
     double seconds = passage.call.timeout < 0 ? timeout : passage.call.timeout;
-    std::string text = headline(passage) + ": rank " + std::to_string(rank_) + " reached its timeout of " +
-                       seconds_text(seconds) + " at " + passage.call.site +
-                       "; not arrived: " + rank_list(missing);
+    std::string text = headline(passage) + ": rank " + std::to_string(rank_) +
+                       " reached its timeout of " + seconds_text(seconds) + " at " +
+                       passage.call.site + "; not arrived: " + rank_list(missing);
     for (int rank : missing) {
       const Posting& last = board_->posting(rank, passage.sequence - 1);
       text += "\n  rank " + std::to_string(rank);

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.stores import rendezvous as module
 from phalanx.errors import DistError, DistStoreError, StoreTimeout
+from phalanx.stores import HashStore, PrefixStore, Store, TCPStore
+from phalanx.stores import rendezvous as module
 from phalanx.stores.meeting import meet, private_directory
 from phalanx.stores.rendezvous import (
     check_in,
@@ -22,7 +23,6 @@ from phalanx.stores.rendezvous import (
     register_rendezvous_handler,
     rendezvous,
 )
-from phalanx.stores import HashStore, PrefixStore, Store, TCPStore
 
 TIMEOUT = 30.0
 

@@ -356,12 +356,12 @@ def test_disagreement_about_the_world_is_an_error_on_all():
     assert len(errors) == 2
 
 
-def test_abort_reaches_all_groups(run):
+def test_a_failure_reaches_all_groups(run):
     def body():
         group = dist.new_group()
         if dist.get_rank() == 0:
             dist.recv(torch.ones(1), 1)
-            world.current_slot().abort("enough")
+            world.current_slot().fail("enough")
         else:
             dist.send(torch.ones(1), 0)
             with pytest.raises(dist.PeerFailed, match="enough"):

@@ -305,8 +305,8 @@ def init_process_group(
             "init_process_group with a store needs world_size and rank, "
             f"got {world_size} and {rank}"
         )
-    from phalanx.stores.rendezvous import check_in, rendezvous
     from phalanx.stores import PrefixStore
+    from phalanx.stores.rendezvous import check_in, rendezvous
 
     if store is None:
         url = "env://" if init_method is None else init_method

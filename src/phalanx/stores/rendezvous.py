@@ -31,9 +31,9 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from phalanx.errors import DistError, StoreTimeout
-from phalanx.stores.meeting import meet
 from phalanx.stores import FileStore, PrefixStore, Store, TCPStore
 from phalanx.stores.base import Timeout, seconds
+from phalanx.stores.meeting import meet
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
