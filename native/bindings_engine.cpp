@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <cstring>
+#include <map>
 #include <unordered_map>
 
 #include "lane.hpp"
@@ -57,88 +58,103 @@ class Graveyard {
   }
 };
 
-// Names of a tensor's attributes, and what Python tells us once: torch's element types.
-struct Names {
-  PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
-  PyObject* dtype = PyUnicode_InternFromString("dtype");
-  PyObject* is_conj = PyUnicode_InternFromString("is_conj");
-  PyObject* is_contiguous = PyUnicode_InternFromString("is_contiguous");
-  PyObject* is_neg = PyUnicode_InternFromString("is_neg");
-  PyObject* shape = PyUnicode_InternFromString("shape");
-  PyObject* stride = PyUnicode_InternFromString("stride");
-  std::unordered_map<PyObject*, DType> dtypes;
+// How torch shows its tensors to other libraries: DLPack's table of C functions, which hangs on the
+// type. Reading a tensor this way costs a tenth of asking for its Python attributes.
+struct DLPackExchange {
+  struct {
+    uint32_t major, minor;
+  } version;
+  void* previous;
+  void *allocate, *to_managed, *from_managed;
+  int (*look)(void* object, nb::dlpack::dltensor* out);  // what it points to belongs to the object
+  void* current_stream;
 };
-Names& names() {
-  static auto& instance = *new Names;
+
+struct Torch {
+  PyTypeObject* tensor = nullptr;
+  const DLPackExchange* dlpack = nullptr;
+  PyObject* is_conj = PyUnicode_InternFromString("is_conj");
+  PyObject* is_neg = PyUnicode_InternFromString("is_neg");
+};
+Torch& torch() {
+  static auto& instance = *new Torch;
   return instance;
 }
 
-nb::object call(nb::handle object, PyObject* method) {
-  PyObject* self = object.ptr();
-  PyObject* result =
+bool ask(nb::handle tensor, PyObject* method) {
+  PyObject* self = tensor.ptr();
+  PyObject* answer =
       PyObject_VectorcallMethod(method, &self, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
-  if (!result) throw nb::python_error();
-  return nb::steal(result);
+  if (!answer) throw nb::python_error();
+  return nb::steal(answer).ptr() == Py_True;
 }
 
-nb::object attribute(nb::handle object, PyObject* name) {
-  PyObject* result = PyObject_GetAttr(object.ptr(), name);
-  if (!result) throw nb::python_error();
-  return nb::steal(result);
+DType from_dlpack(nb::dlpack::dtype dtype) {
+  static const auto& known = *new std::map<std::pair<int, int>, DType>{
+      {{6, 8}, DType::Bool},        {{1, 8}, DType::U8},          {{0, 8}, DType::I8},
+      {{1, 16}, DType::U16},        {{0, 16}, DType::I16},        {{1, 32}, DType::U32},
+      {{0, 32}, DType::I32},        {{1, 64}, DType::U64},        {{0, 64}, DType::I64},
+      {{2, 16}, DType::F16},        {{4, 16}, DType::BF16},       {{2, 32}, DType::F32},
+      {{2, 64}, DType::F64},        {{5, 64}, DType::C64},        {{5, 128}, DType::C128},
+      {{10, 8}, DType::F8E4M3FN},   {{11, 8}, DType::F8E4M3FNUZ}, {{12, 8}, DType::F8E5M2},
+      {{13, 8}, DType::F8E5M2FNUZ}, {{14, 8}, DType::F8E8M0FNU}};
+  if (dtype.code == 2 && dtype.bits == 32) return DType::F32;
+  auto found = known.find({dtype.code, dtype.bits});
+  return dtype.lanes == 1 && found != known.end() ? found->second : DType::Count;
 }
 
-int64_t integer(PyObject* value) {
-  int64_t number = PyLong_AsLongLong(value);
-  if (number == -1 && PyErr_Occurred()) throw nb::python_error();
-  return number;
-}
+// A tensor as torch shows it. Valid while the tensor is.
+struct Look {
+  nb::dlpack::dltensor shown;
+  DType dtype = DType::Count;
+  size_t count = 1;
+  bool dense = true;
+  const char* fault = nullptr;  // why it cannot be exchanged
 
-DType dtype_of(nb::handle tensor) {
-  nb::object dtype = attribute(tensor, names().dtype);
-  auto known = names().dtypes.find(dtype.ptr());
-  if (known == names().dtypes.end())
-    throw nb::type_error(
-        ("tensors of " + std::string(nb::str(dtype).c_str()) + " cannot be exchanged").c_str());
-  return known->second;
-}
-
-// What the core needs to know of a tensor; its shape goes to `call` if one is given.
-View view_of(nb::handle tensor, DType dtype, Call* described = nullptr) {
-  View view;
-  view.count = 1;
-  nb::object shape = attribute(tensor, names().shape);
-  Py_ssize_t ndim = PyTuple_GET_SIZE(shape.ptr());
-  for (Py_ssize_t i = 0; i < ndim; ++i) {
-    int64_t length = integer(PyTuple_GET_ITEM(shape.ptr(), i));
-    view.count *= size_t(length);
-    if (!described) continue;
-    if (i < Py_ssize_t(std::size(described->shape)))
-      described->shape[i] = length;
-    else
-      described->detail = mix(described->detail, uint64_t(length));
+  explicit Look(nb::handle tensor) {
+    if (!PyObject_TypeCheck(tensor.ptr(), torch().tensor)) {
+      fault = "expected a tensor";
+      return;
+    }
+    if (torch().dlpack->look(tensor.ptr(), &shown) != 0) {
+      PyErr_Clear();
+      fault = "the tensor is not a dense CPU tensor";
+      return;
+    }
+    dtype = from_dlpack(shown.dtype);
+    for (int i = shown.ndim - 1; i >= 0; --i) {
+      if (shown.shape[i] != 1 && shown.strides && shown.strides[i] != int64_t(count)) dense = false;
+      count *= size_t(shown.shape[i]);
+    }
+    if (count == 0) dense = true;
+    bool complex = dtype == DType::C64 || dtype == DType::C128;
+    if (shown.device.device_type != nb::device::cpu::value)
+      fault = "only CPU tensors can be exchanged";
+    else if (dtype == DType::Count)
+      fault = "elements of this type cannot be exchanged";
+    else if (!shown.data && count > 0)
+      fault = "the tensor has no memory";
+    else if (complex && ask(tensor, torch().is_conj))
+      fault = "a conjugated view cannot be exchanged; pass tensor.resolve_conj()";
+    // Negated views come from complex tensors: they are strided or have a single element.
+    else if ((!dense || count == 1) && ask(tensor, torch().is_neg))
+      fault = "a negated view cannot be exchanged; pass tensor.resolve_neg()";
   }
-  if (described) described->ndim = int(std::min<Py_ssize_t>(ndim, std::size(described->shape)));
-  view.data = reinterpret_cast<std::byte*>(PyLong_AsVoidPtr(call(tensor, names().data_ptr).ptr()));
-  bool complex = dtype == DType::C64 || dtype == DType::C128;
-  if (complex && call(tensor, names().is_conj).ptr() == Py_True)
-    throw nb::value_error("a conjugated view cannot be exchanged; pass tensor.resolve_conj()");
-  bool dense = call(tensor, names().is_contiguous).ptr() == Py_True || view.count == 0;
-  // Negated views come from complex tensors: they are strided or have a single element.
-  if ((!dense || view.count == 1) && call(tensor, names().is_neg).ptr() == Py_True)
-    throw nb::value_error("a negated view cannot be exchanged; pass tensor.resolve_neg()");
-  if (dense) return view;
-  auto layout = std::make_shared<Layout>();
-  if (ndim > Layout::max_ndim)
-    throw nb::value_error("a strided tensor may have at most 64 dimensions");
-  nb::object stride = call(tensor, names().stride);
-  layout->ndim = int(ndim);
-  for (Py_ssize_t i = 0; i < ndim; ++i) {
-    layout->shape[i] = integer(PyTuple_GET_ITEM(shape.ptr(), i));
-    layout->stride[i] = integer(PyTuple_GET_ITEM(stride.ptr(), i));
+
+  View view() const {
+    if (fault) throw nb::value_error(fault);
+    View view{static_cast<std::byte*>(shown.data) + shown.byte_offset, count, nullptr};
+    if (dense) return view;
+    if (shown.ndim > Layout::max_ndim)
+      throw nb::value_error("a strided tensor may have at most 64 dimensions");
+    auto layout = std::make_shared<Layout>();
+    layout->ndim = shown.ndim;
+    std::copy_n(shown.shape, shown.ndim, layout->shape);
+    std::copy_n(shown.strides, shown.ndim, layout->stride);
+    view.layout = std::move(layout);
+    return view;
   }
-  view.layout = std::move(layout);
-  return view;
-}
+};
 
 // Where in the user's code a call was made: the innermost frame outside of this package.
 class Sites {
@@ -307,86 +323,87 @@ class Engine {
     return issue(std::move(call), timeout, async, nb::none());
   }
   nb::object all_reduce(nb::handle tensor, int reduce, double factor, double timeout, bool async) {
-    Call call = reduction(Op::AllReduce, tensor, reduce, factor);
-    call.inputs.push_back(view_of(tensor, call.dtype, &call));
-    call.outputs = call.inputs;
+    auto [call, view] = about(Op::AllReduce, tensor, -1, reduce, factor);
+    call.inputs.push_back(view);
+    call.outputs.push_back(std::move(view));
     return issue(std::move(call), timeout, async, tensor);
   }
   nb::object reduce(nb::handle tensor, int root, int reduce, double factor, double timeout,
                     bool async) {
-    Call call = reduction(Op::Reduce, tensor, reduce, factor);
-    call.root = root;
-    call.inputs.push_back(view_of(tensor, call.dtype, &call));
-    if (root == group_.rank()) call.outputs = call.inputs;
+    auto [call, view] = about(Op::Reduce, tensor, root, reduce, factor);
+    call.inputs.push_back(view);
+    if (root == group_.rank()) call.outputs.push_back(std::move(view));
     return issue(std::move(call), timeout, async, tensor);
   }
   nb::object broadcast(nb::handle tensor, int root, double timeout, bool async) {
-    Call call = movement(Op::Broadcast, tensor, root);
-    auto& side = root == group_.rank() ? call.inputs : call.outputs;
-    side.push_back(view_of(tensor, call.dtype, &call));
+    auto [call, view] = about(Op::Broadcast, tensor, root);
+    (root == group_.rank() ? call.inputs : call.outputs).push_back(std::move(view));
     return issue(std::move(call), timeout, async, tensor);
   }
   nb::object all_gather(nb::handle outputs, nb::handle input, double timeout, bool async) {
-    Call call = movement(Op::AllGather, input, -1);
-    call.inputs.push_back(view_of(input, call.dtype, &call));
+    auto [call, view] = about(Op::AllGather, input, -1);
+    call.inputs.push_back(std::move(view));
     call.outputs = views(outputs, call.dtype);
     expect(call.outputs[group_.rank()], call.inputs[0]);
-    return issue(std::move(call), timeout, async, nb::make_tuple(outputs, input));
+    return issue(std::move(call), timeout, async, outputs, input);
   }
   nb::object gather(nb::handle outputs, nb::handle input, int root, double timeout, bool async) {
-    Call call = movement(Op::Gather, input, root);
-    call.inputs.push_back(view_of(input, call.dtype, &call));
+    auto [call, view] = about(Op::Gather, input, root);
+    call.inputs.push_back(std::move(view));
     if (root == group_.rank()) call.outputs = views(outputs, call.dtype);
     for (View& output : call.outputs) expect(output, call.inputs[0]);
-    return issue(std::move(call), timeout, async, nb::make_tuple(outputs, input));
+    return issue(std::move(call), timeout, async, outputs, input);
   }
   nb::object scatter(nb::handle output, nb::handle inputs, int root, double timeout, bool async) {
-    Call call = movement(Op::Scatter, output, root);
-    call.outputs.push_back(view_of(output, call.dtype, &call));
+    auto [call, view] = about(Op::Scatter, output, root);
+    call.outputs.push_back(std::move(view));
     if (root == group_.rank()) call.inputs = views(inputs, call.dtype);
     for (View& input : call.inputs) expect(input, call.outputs[0]);
-    return issue(std::move(call), timeout, async, nb::make_tuple(output, inputs));
+    return issue(std::move(call), timeout, async, output, inputs);
   }
   nb::object reduce_scatter(nb::handle output, nb::handle inputs, int reduce, double factor,
                             double timeout, bool async) {
-    Call call = reduction(Op::ReduceScatter, output, reduce, factor);
-    call.outputs.push_back(view_of(output, call.dtype, &call));
+    auto [call, view] = about(Op::ReduceScatter, output, -1, reduce, factor);
+    call.outputs.push_back(std::move(view));
     call.inputs = views(inputs, call.dtype);
     expect(call.inputs[group_.rank()], call.outputs[0]);
-    return issue(std::move(call), timeout, async, nb::make_tuple(output, inputs));
+    return issue(std::move(call), timeout, async, output, inputs);
   }
+  // `like` is what is shown of the call to the others.
   nb::object all_to_all(nb::handle outputs, nb::handle inputs, nb::handle like, double timeout,
                         bool async) {
-    Call call = movement(Op::AllToAll, like, -1);
-    view_of(like, call.dtype, &call);
+    Call call = about(Op::AllToAll, like, -1).first;
     call.inputs = views(inputs, call.dtype);
     call.outputs = views(outputs, call.dtype);
     expect(call.outputs[group_.rank()], call.inputs[group_.rank()]);
-    return issue(std::move(call), timeout, async, nb::make_tuple(outputs, inputs));
+    return issue(std::move(call), timeout, async, outputs, inputs);
   }
 
   nb::object send(nb::handle tensor, int to, int tag, double timeout, bool async) {
-    auto delivery = letter(Op::Send, tensor, to, tag, timeout);
-    return dispatch(std::move(delivery), async, tensor);
+    return deliver(Op::Send, tensor, to, tag, timeout, async);
   }
   nb::object recv(nb::handle tensor, int from, int tag, double timeout, bool async) {
-    auto delivery = letter(Op::Recv, tensor, from, tag, timeout);
-    return dispatch(std::move(delivery), async, tensor);
+    return deliver(Op::Recv, tensor, from, tag, timeout, async);
   }
 
  private:
-  Call movement(Op op, nb::handle tensor, int root) {
-    Call call;
+  // The beginnings of a call: what its posting says, and the tensor that says it.
+  static std::pair<Call, View> about(Op op, nb::handle tensor, int root, int reduce = 0,
+                                     double factor = 1) {
+    Look look(tensor);
+    std::pair<Call, View> result{Call{}, look.view()};
+    Call& call = result.first;
     call.op = op;
-    call.dtype = dtype_of(tensor);
+    call.dtype = look.dtype;
     call.root = root;
-    return call;
-  }
-  Call reduction(Op op, nb::handle tensor, int reduce, double factor) {
-    Call call = movement(op, tensor, -1);
     call.reduce = Reduce(reduce);
     call.factor = factor;
-    return call;
+    constexpr int kShown = int(std::extent_v<decltype(Call::shape)>);
+    call.ndim = std::min(look.shown.ndim, kShown);
+    std::copy_n(look.shown.shape, call.ndim, call.shape);
+    for (int i = kShown; i < look.shown.ndim; ++i)
+      call.detail = mix(call.detail, uint64_t(look.shown.shape[i]));
+    return result;
   }
 
   // What this rank gives to itself must fit; the board compares the rest.
@@ -399,31 +416,32 @@ class Engine {
 
   // One tensor per rank, or one tensor cut into as many equal parts.
   std::vector<View> views(nb::handle tensors, DType dtype) {
+    const size_t size = size_t(group_.size());
     std::vector<View> result;
+    result.reserve(size);
+    auto checked = [&](nb::handle tensor) {
+      Look look(tensor);
+      if (!look.fault && look.dtype != dtype)
+        throw nb::type_error("all tensors of an operation must have one dtype");
+      return look.view();
+    };
     if (PyList_Check(tensors.ptr()) || PyTuple_Check(tensors.ptr())) {
-      for (nb::handle tensor : tensors) {
-        if (dtype_of(tensor) != dtype)
-          throw nb::type_error("all tensors of an operation must have one dtype");
-        result.push_back(view_of(tensor, dtype));
-      }
-      if (int(result.size()) != group_.size())
-        throw nb::value_error("expected one tensor per rank");
+      for (nb::handle tensor : tensors) result.push_back(checked(tensor));
+      if (result.size() != size) throw nb::value_error("expected one tensor per rank");
       return result;
     }
-    if (dtype_of(tensors) != dtype)
-      throw nb::type_error("all tensors of an operation must have one dtype");
-    View whole = view_of(tensors, dtype);
+    View whole = checked(tensors);
     if (whole.layout)
       throw nb::value_error("a tensor that is cut into equal parts must be contiguous");
-    size_t part = whole.count / size_t(group_.size());
-    if (part * size_t(group_.size()) != whole.count)
-      throw nb::value_error("a tensor must have an equal part for each rank");
-    for (int rank = 0; rank < group_.size(); ++rank)
-      result.push_back({whole.data + size_t(rank) * part * item_size(dtype), part, nullptr});
+    if (whole.count % size) throw nb::value_error("a tensor must have an equal part for each rank");
+    size_t part = whole.count / size;
+    for (size_t rank = 0; rank < size; ++rank)
+      result.push_back({whole.data + rank * part * item_size(dtype), part, nullptr});
     return result;
   }
 
-  nb::object issue(Call&& call, double timeout, bool async, nb::handle keep) {
+  template <class... Kept>
+  nb::object issue(Call&& call, double timeout, bool async, Kept... kept) {
     Graveyard::empty();
     Sites::find(call.site);
     call.timeout = timeout;
@@ -438,7 +456,7 @@ class Engine {
     std::string title = std::string(name(call.op)) + " on group '" + group_.name() + "'";
     // Owned by the job: the caller may be interrupted while it waits.
     auto body = [this, call = std::make_shared<Call>(std::move(call)),
-                 kept = Graveyard::keep(keep)] { group_.run(*call); };
+                 alive = Graveyard::keep(nb::make_tuple(kept...))] { group_.run(*call); };
     std::shared_ptr<Pending> pending =
         std::make_shared<PendingJob>(lane_.submit(std::move(body)), std::move(title));
     if (async) return nb::cast(pending);
@@ -449,17 +467,13 @@ class Engine {
     return nb::none();
   }
 
-  std::shared_ptr<Delivery> letter(Op op, nb::handle tensor, int peer, int tag, double timeout) {
-    DType dtype = dtype_of(tensor);
-    double limit = timeout < 0 ? group_.timeout : timeout;
-    auto delivery = std::make_shared<Delivery>(op, peer, tag, dtype, view_of(tensor, dtype), limit);
-    Sites::find(delivery->site);
-    return delivery;
-  }
-
-  nb::object dispatch(std::shared_ptr<Delivery> delivery, bool async, nb::handle keep) {
+  nb::object deliver(Op op, nb::handle tensor, int peer, int tag, double timeout, bool async) {
     Graveyard::empty();
-    if (async) delivery->keep = Graveyard::keep(keep);
+    Look look(tensor);
+    auto delivery = std::make_shared<Delivery>(op, peer, tag, look.dtype, look.view(),
+                                               timeout < 0 ? group_.timeout : timeout);
+    Sites::find(delivery->site);
+    if (async) delivery->keep = Graveyard::keep(tensor);
     {
       nb::gil_scoped_release unlock;
       mailbox_->start(delivery, async);
@@ -470,7 +484,7 @@ class Engine {
         throw;
       }
     }
-    if (!async) return delivery->op == Op::Recv ? nb::cast(delivery->source) : nb::none();
+    if (!async) return op == Op::Recv ? nb::cast(delivery->source) : nb::none();
     return nb::cast(
         std::shared_ptr<Pending>(std::make_shared<PendingDelivery>(mailbox_, std::move(delivery))));
   }
@@ -488,13 +502,29 @@ void bind_engine(nb::module_& m) {
 
   m.def(
       "configure",
-      [](nb::dict dtypes, const std::string& package) {
-        for (auto [dtype, code] : dtypes)
-          names().dtypes[dtype.inc_ref().ptr()] = DType(nb::cast<int>(code));
+      [](nb::type_object tensor, const std::string& package) {
+        void* table = PyCapsule_GetPointer(
+            nb::object(tensor.attr("__dlpack_c_exchange_api__")).ptr(), "dlpack_exchange_api");
+        if (!table) throw nb::python_error();
+        auto* dlpack = static_cast<const DLPackExchange*>(table);
+        if (dlpack->version.major != 1)
+          throw Failure(Kind::Backend, "torch speaks DLPack " +
+                                           std::to_string(dlpack->version.major) +
+                                           ", this version of phalanx knows 1");
+        torch().tensor = reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr());
+        torch().dlpack = dlpack;
         Sites::set_package(package);
       },
-      nb::arg("dtypes"), nb::arg("package"),
-      "Tell the core torch's element types and where this package lives.");
+      nb::arg("tensor"), nb::arg("package"),
+      "Tell the core torch's tensor type and where this package lives.");
+  m.def(
+      "dtype_code",
+      [](nb::handle tensor) {
+        Look look(tensor);
+        return look.fault ? -1 : int(look.dtype);
+      },
+      nb::arg("tensor").none(),
+      "Return the code of a tensor's element type, or -1 if it cannot be exchanged as it is.");
 
   m.def(
       "allocate",

@@ -34,7 +34,8 @@ const char* name(Op op);
 enum class Offer : uint8_t {
   Nothing,
   Inline,  // copied into the seat before posting
-  Direct,  // the others read it where it is
+  Direct,  // the others read it where it is, in memory that they share
+  Remote,  // the others read it where it is, through the system
   Staged,  // passed through a buffer, piece by piece
 };
 
@@ -147,6 +148,10 @@ class Board {
   uint64_t share(const void* data, size_t bytes) const;  // 0 if the others cannot reach it
   std::byte* reach(int rank, uint64_t shared) const {
     return roster_->reach(members_[rank], shared);
+  }
+
+  void read(int rank, void* into, uint64_t address, size_t bytes) const {
+    roster_->read(members_[rank], into, address, bytes);
   }
 
   // Say that a rank has closed its end.

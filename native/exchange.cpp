@@ -14,6 +14,17 @@ bool overlap(const View& a, const View& b, size_t item) {
 
 }  // namespace
 
+// How to offer memory that the others cannot map. Reading it through the system takes one copy; a
+// stage takes two, but by two ranks at the same time, which wins for long one-way traffic if each
+// rank has a core.
+Offer Group::private_offer(Op op, uint64_t bytes) const {
+  constexpr uint64_t kOneWay = 1 << 20, kBothWays = 16 << 20;
+  bool both_ways = op == Op::AllGather || op == Op::AllToAll;
+  if (!board_->roster().can_read()) return Offer::Staged;
+  if (board_->crowded()) return Offer::Remote;
+  return bytes <= (both_ways ? kBothWays : kOneWay) ? Offer::Remote : Offer::Staged;
+}
+
 void Group::exchange(Passage& passage) {
   Call& call = passage.call;
   const size_t item = passage.item;
@@ -53,8 +64,8 @@ void Group::exchange(Passage& passage) {
     bool hit = false;
     for (int from = 0; from < p && !hit; ++from) {
       const View* output = take(from);
-      bool in_place = output && from == rank_ && output->data == input.data;
-      hit = output && !in_place && overlap(input, *output, item);
+      bool same = output && from == rank_ && output->data == input.data;
+      hit = output && !same && overlap(input, *output, item);
     }
     if (!hit) continue;
     aside.emplace_back(new std::byte[input.count * item]);
@@ -96,7 +107,8 @@ void Group::exchange(Passage& passage) {
   } else if (bytes > 0) {
     offer = Offer::Direct;
     for (Part& part : parts)
-      if (!board_->share(part.view->data, part.view->count * item)) offer = Offer::Staged;
+      if (!board_->share(part.view->data, part.view->count * item))
+        offer = private_offer(call.op, bytes);
   }
 
   auto fill = [&](uint64_t step) {
@@ -105,15 +117,19 @@ void Group::exchange(Passage& passage) {
       uint64_t from = std::max(begin, part.start),
                to = std::min<uint64_t>(end, part.start + part.view->count * item);
       if (from < to)
-        std::memcpy(stage_.data() + ((turn_ + step) & 1) * chunk_ + (from - begin),
+        std::memcpy(stage_.data() + place(turn_ + step) + (from - begin),
                     part.view->data + (from - part.start), to - from);
     }
   };
-  if (offer == Offer::Direct) {
-    passage.posting.data = board_->share(parts[0].view->data, 0);
+  if (offer == Offer::Direct || offer == Offer::Remote) {
+    auto address = [&](const View& view) {
+      return offer == Offer::Direct ? board_->share(view.data, 0)
+                                    : reinterpret_cast<uint64_t>(view.data);
+    };
+    passage.posting.data = address(*parts[0].view);
     if (indexed)
       for (Part& part : parts)
-        board_->parcel(rank_, part.to, passage.sequence).data = board_->share(part.view->data, 0);
+        board_->parcel(rank_, part.to, passage.sequence).data = address(*part.view);
   } else if (offer == Offer::Staged) {
     passage.posting.stage = need_stage();
     fill(0);
@@ -135,11 +151,8 @@ void Group::exchange(Passage& passage) {
                                             std::to_string(taken / item));
       }
 
-  if (const View *to = take(rank_), *from = give(rank_); to && from && to->data != from->data)
-    phalanx::copy(to->data, from->data, to->count * item);
-
   uint64_t steps = 0;
-  bool anything_direct = false;
+  bool in_place = false;  // something is read where it is
   struct Source {
     int rank;
     uint64_t start;  // of this rank's part in what the source offers
@@ -151,7 +164,7 @@ void Group::exchange(Passage& passage) {
     Offer theirs = offer_of(from);
     if (theirs == Offer::Nothing) continue;
     const Posting& posting = board_->posting(from, passage.sequence);
-    if (theirs == Offer::Direct) anything_direct = true;
+    if (theirs == Offer::Direct || theirs == Offer::Remote) in_place = true;
     if (theirs == Offer::Staged) steps = std::max(steps, (posting.bytes + chunk_ - 1) / chunk_);
     const View* view = take(from);
     if (!view || view->count == 0) continue;
@@ -162,11 +175,13 @@ void Group::exchange(Passage& passage) {
       std::memcpy(view->data, inline_area(from, clock_, passage.sequence, offered) + start, length);
     } else if (theirs == Offer::Direct) {
       phalanx::copy(view->data, board_->reach(from, indexed ? start : posting.data), length);
+    } else if (theirs == Offer::Remote) {
+      board_->read(from, view->data, indexed ? start : posting.data, length);
     } else {
       staged.push_back({from, start, view});
     }
   }
-  if (offer == Offer::Direct) anything_direct = true;
+  if (offer == Offer::Direct || offer == Offer::Remote) in_place = true;
   if (offer == Offer::Staged) steps = std::max(steps, (bytes + chunk_ - 1) / chunk_);
 
   // While the others take one piece, the next is filled.
@@ -178,14 +193,15 @@ void Group::exchange(Passage& passage) {
       uint64_t from = std::max(begin, source.start),
                to = std::min(begin + chunk_, source.start + length);
       if (from >= to) continue;
-      std::byte* piece = stage(passage, source.rank, turn_ + uint32_t(step) - 1);
-      phalanx::copy(source.view->data + (from - source.start), piece + (from - begin), to - from,
-                    length >= stream_threshold ? 0 : SIZE_MAX);
+      std::byte* piece = stage(passage, source.rank, turn_ + step - 1);
+      std::memcpy(source.view->data + (from - source.start), piece + (from - begin), to - from);
     }
     if (step < steps) tick(passage);
   }
-  turn_ += uint32_t(steps);
-  if (anything_direct) tick(passage);  // what the others read must not change before they are done
+  turn_ += steps;
+  if (const View *to = take(rank_), *from = give(rank_); to && from && to->data != from->data)
+    phalanx::copy(to->data, from->data, to->count * item);
+  if (in_place) tick(passage);  // what the others read must not change before they are done
 }
 
 }  // namespace phalanx

@@ -11,12 +11,11 @@ namespace {
 constexpr size_t kChunk = 256 << 10;
 constexpr size_t kCrowdedChunk = 1 << 20;
 
-}  // namespace
-
-int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch())
-      .count();
+int64_t nanoseconds(Clock::time_point at) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(at.time_since_epoch()).count();
 }
+
+}  // namespace
 
 Group::Group(std::shared_ptr<Board> board, int rank, std::string name, double timeout)
     : timeout(timeout),
@@ -24,7 +23,8 @@ Group::Group(std::shared_ptr<Board> board, int rank, std::string name, double ti
       rank_(rank),
       name_(std::move(name)),
       spin_{!board_->crowded()},
-      chunk_(board_->crowded() ? kCrowdedChunk : kChunk) {}
+      chunk_(board_->crowded() ? kCrowdedChunk : kChunk),
+      combine_{std::vector<const void*>(size()), std::vector<double>(size(), 1.0)} {}
 
 Group::~Group() {
   if (stage_) board_->park(std::move(stage_));
@@ -32,6 +32,7 @@ Group::~Group() {
 
 void Group::run(Call& call) {
   board_->check_broken();
+  const auto start = Clock::now();
   size_t item = item_size(call.dtype);
 
   // Strided tensors are packed into dense ones for the duration of the call.
@@ -55,8 +56,11 @@ void Group::run(Call& call) {
     output = {dense.back().get(), output.count, nullptr};
   }
 
-  Passage passage{
-      call, Deadline::in(call.timeout < 0 ? timeout : call.timeout), sequence() + 1, item, {}};
+  Passage passage{call,
+                  Deadline::after(start, call.timeout < 0 ? timeout : call.timeout),
+                  sequence() + 1,
+                  item,
+                  {}};
   Posting& posting = passage.posting;
   posting.sequence = passage.sequence;
   posting.op = call.op;
@@ -65,6 +69,7 @@ void Group::run(Call& call) {
   posting.root = call.root;
   posting.factor = call.factor;
   posting.detail = call.detail;
+  posting.posted_ns = nanoseconds(start);
   posting.ndim = uint8_t(call.ndim);
   std::copy_n(call.shape, std::size(call.shape), posting.shape);
   std::memcpy(posting.site, call.site, sizeof posting.site);
@@ -93,7 +98,7 @@ void Group::run(Call& call) {
     throw;
   }
   Posting& shown = board_->posting(rank_, passage.sequence);
-  shown.finished_ns = now_ns();
+  shown.finished_ns = nanoseconds(Clock::now());
   shown.done = true;
   for (auto& [output, data] : strided_outputs) unpack(output.data, data, *output.layout, item);
 }
@@ -101,7 +106,6 @@ void Group::run(Call& call) {
 void Group::meet(Passage& passage, Offer offer) {
   Posting& posting = passage.posting;
   posting.offer = offer;
-  posting.posted_ns = now_ns();
   board_->posting(rank_, passage.sequence) = posting;
   sequence_.store(passage.sequence, std::memory_order_relaxed);
   posted_ = true;
@@ -208,13 +212,12 @@ std::byte* Group::inline_area(int rank, uint32_t clock, uint64_t sequence, size_
 }
 
 uint64_t Group::need_stage() {
-  // Two pieces for what goes in, then two of half the size for what comes out.
-  if (!stage_) stage_ = board_->allocate(3 * chunk_);
+  if (!stage_) stage_ = board_->allocate(kTurns * chunk_);
   return board_->share(stage_.data(), stage_.size());
 }
 
-std::byte* Group::stage(const Passage& passage, int rank, uint32_t turn) const {
-  return board_->reach(rank, board_->posting(rank, passage.sequence).stage) + (turn & 1) * chunk_;
+std::byte* Group::stage(const Passage& passage, int rank, uint64_t turn) const {
+  return board_->reach(rank, board_->posting(rank, passage.sequence).stage) + place(turn);
 }
 
 }  // namespace phalanx

@@ -41,6 +41,13 @@ struct Call {
   char site[80] = {};
 };
 
+// The sources of a reduction, one per rank; kept between calls to spare the allocations.
+struct Combine {
+  std::vector<const void*> sources;
+  std::vector<double> factors;
+  void into(const Call& call, std::span<void* const> dsts, size_t count);
+};
+
 class Group {
  public:
   Group(std::shared_ptr<Board> board, int rank, std::string name, double timeout);
@@ -66,6 +73,7 @@ class Group {
   };
 
   void exchange(Passage& passage);
+  Offer private_offer(Op op, uint64_t bytes) const;
   void reduce(Passage& passage);
   void reduce_inline(Passage& passage, size_t bytes);
   void reduce_direct(Passage& passage);
@@ -87,9 +95,12 @@ class Group {
   Offer offer_of(int rank) const { return board_->seat(rank).lines[clock_ & 1].offer; }
   // Where an Inline offer of so many bytes stands: in the line if it fits, else in the slot.
   std::byte* inline_area(int rank, uint32_t clock, uint64_t sequence, size_t bytes) const;
-  // Staging buffers: two pieces that are filled in turn, and two for results.
+  // A stage has room for the pieces of three turns: one being filled, one being combined or taken,
+  // one whose results are being taken.
+  static constexpr size_t kTurns = 3;
   uint64_t need_stage();
-  std::byte* stage(const Passage& passage, int rank, uint32_t turn) const;
+  size_t place(uint64_t turn) const { return turn % kTurns * chunk_; }
+  std::byte* stage(const Passage& passage, int rank, uint64_t turn) const;
 
   std::shared_ptr<Board> board_;
   int rank_;
@@ -97,12 +108,11 @@ class Group {
   bool posted_ = false;  // the operation under way is on the board: a failure now breaks the group
   Spin spin_;
   uint32_t clock_ = 0;
-  uint32_t turn_ = 0;
+  uint64_t turn_ = 0;
   std::atomic<uint64_t> sequence_ = 0;
   size_t chunk_;
+  Combine combine_;
   Block stage_;
 };
-
-int64_t now_ns();
 
 }  // namespace phalanx

@@ -32,6 +32,7 @@ class Heap {
   void release(std::byte* block);
   bool contains(const void* data, size_t bytes) const;
   uint64_t offset(const void* data) const { return static_cast<const std::byte*>(data) - base_; }
+  std::byte* at(uint64_t offset) const { return base_ + offset; }
   const HeapAddress& address() const { return address_; }
   size_t used() const;
 

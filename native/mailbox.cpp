@@ -1,16 +1,19 @@
 #include "mailbox.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 
 namespace phalanx {
 namespace {
 
 constexpr size_t kBuffered = 64 << 10;  // messages up to here are copied at once
-constexpr size_t kPipe = 512 << 10;     // what a pipe holds
 constexpr size_t kGulp = 64 << 10;      // moved at a time, so that both ends work together
-constexpr size_t kSparePipes = 8;
-constexpr size_t kBacklog = 1024;  // small messages a rank may have waiting for free cells
+constexpr size_t kPipesPerPeer = 8;     // messages in pipes that a peer may have yet to read
+constexpr size_t kBacklog = 1024;       // small messages a rank may have waiting for free cells
+
+// A pipe with its head fits into a page, holds a buffered message, or streams a long one.
+constexpr std::array<size_t, 3> kPipeSizes = {4 << 10, kBuffered + (4 << 10), 512 << 10};
 
 }  // namespace
 
@@ -19,6 +22,7 @@ Mailbox::Mailbox(std::shared_ptr<Board> board, int rank, std::string group)
       rank_(rank),
       group_(std::move(group)),
       spin_(!board_->crowded()),
+      pipes_out_(board_->size()),
       sent_(board_->size()),
       received_(board_->size()),
       outbox_(board_->size()) {}
@@ -82,30 +86,22 @@ void Mailbox::start(const std::shared_ptr<Delivery>& delivery, bool linger) {
   } else {
     if (strided)
       pack(delivery->data, delivery->view.data, *delivery->view.layout, item_size(delivery->dtype));
-    if (bytes > sizeof(Cell::payload)) open_pipe(*delivery, bytes);
-    if (outbox_[delivery->peer].empty() && push(*delivery)) {
-      if (delivery->pipe)
-        streams_out_.push_back(delivery);
-      else
-        finish(*delivery);
-    } else {
-      // No free cell: a small message is copied so that its sender can go on.
-      if (!delivery->pipe && waiting_out_ < kBacklog) {
+    if (!outbox_[delivery->peer].empty() || !launch(delivery)) {
+      // It cannot go yet: a small message is copied so that its sender can go on.
+      if (bytes <= sizeof(Cell::payload) && waiting_out_ < kBacklog) {
         if (!strided && bytes) {
           delivery->dense.reset(new std::byte[bytes]);
           std::memcpy(delivery->dense.get(), delivery->data, bytes);
           delivery->data = delivery->dense.get();
         }
-        delivery->buffered = true;
+        finish(*delivery);
       }
       outbox_[delivery->peer].push_back(delivery);
       ++waiting_out_;
     }
-    if (delivery->pipe) pump_out(*delivery);
-    if (delivery->buffered) finish(*delivery);
   }
   bool open = delivery->state == Delivery::State::Open;
-  if ((linger && open) || (delivery->buffered && waiting_out_)) {
+  if ((linger && open) || (!open && waiting_out_)) {
     if (!courier_.joinable())
       courier_ = std::thread([this] { run_courier(); });
     else
@@ -113,45 +109,65 @@ void Mailbox::start(const std::shared_ptr<Delivery>& delivery, bool linger) {
   }
 }
 
-void Mailbox::open_pipe(Delivery& delivery, size_t bytes) {
+void Mailbox::open_pipe(Delivery& delivery) {
+  size_t bytes = delivery.bytes();
   uint64_t direct = bytes > kBuffered ? board_->share(delivery.data, bytes) : 0;
-  auto spare = std::find_if(spare_pipes_.begin(), spare_pipes_.end(), [&](Block& block) {
-    return direct || block.size() >= sizeof(Pipe) + std::min(bytes, kPipe);
-  });
-  if (spare != spare_pipes_.end()) {
-    delivery.pipe_block = std::move(*spare);
-    spare_pipes_.erase(spare);
+  size_t kind = 0;
+  while (!direct && kind + 1 < kPipeSizes.size() && bytes > kPipeSizes[kind] - sizeof(Pipe)) ++kind;
+  auto& spare = spare_pipes_[kind];
+  if (spare.empty()) {
+    delivery.pipe_block = board_->allocate(kPipeSizes[kind]);
   } else {
-    size_t capacity = direct ? 0 : bytes <= kBuffered ? kBuffered : kPipe;
-    delivery.pipe_block = board_->allocate(sizeof(Pipe) + capacity);
+    delivery.pipe_block = std::move(spare.back());
+    spare.pop_back();
   }
   Pipe* pipe = delivery.pipe = reinterpret_cast<Pipe*>(delivery.pipe_block.data());
   pipe->direct = direct;
   pipe->bytes = bytes;
-  pipe->capacity = delivery.pipe_block.size() - sizeof(Pipe);
+  pipe->capacity = kPipeSizes[kind] - sizeof(Pipe);
   pipe->filled.store(0, std::memory_order_relaxed);
   pipe->drained.store(0, std::memory_order_relaxed);
   pipe->state.store(Pipe::Open, std::memory_order_relaxed);
-  delivery.buffered = bytes <= kBuffered;
+  ++pipes_out_[delivery.peer];
 }
 
-// Put a send into the next cell of its ring; false if that cell is not free yet.
-bool Mailbox::push(Delivery& delivery) {
-  uint32_t number = sent_[delivery.peer];
-  Cell& cell = board_->cells(rank_, delivery.peer)[number % kCells];
+void Mailbox::close_pipe(Delivery& delivery) {
+  size_t kind = 0;
+  while (kPipeSizes[kind] != delivery.pipe_block.size()) ++kind;
+  if (spare_pipes_[kind].size() < kPipesPerPeer)
+    spare_pipes_[kind].push_back(std::move(delivery.pipe_block));
+  delivery.pipe_block = {};
+  --pipes_out_[delivery.peer];
+}
+
+// Put a send on its way; false if it must wait for a free cell or a pipe.
+bool Mailbox::launch(const std::shared_ptr<Delivery>& delivery) {
+  const int peer = delivery->peer;
+  uint32_t number = sent_[peer];
+  Cell& cell = board_->cells(rank_, peer)[number % kCells];
   // Acquire: the receiver has read the cell's last message before it is overwritten.
   if (cell.turn.load(std::memory_order_acquire) != number / kCells * 2) return false;
-  cell.tag = delivery.tag;
-  cell.dtype = delivery.dtype;
-  cell.count = delivery.view.count;
-  cell.piped = delivery.pipe != nullptr;
-  if (cell.piped)
-    cell.pipe = board_->share(delivery.pipe, sizeof(Pipe));
-  else if (size_t bytes = delivery.bytes())
-    std::memcpy(cell.payload, delivery.data, bytes);
+  size_t bytes = delivery->bytes();
+  cell.piped = bytes > sizeof(Cell::payload);
+  if (cell.piped) {
+    if (pipes_out_[peer] == kPipesPerPeer) return false;
+    open_pipe(*delivery);
+    cell.pipe = board_->share(delivery->pipe, sizeof(Pipe));
+  } else if (bytes) {
+    std::memcpy(cell.payload, delivery->data, bytes);
+  }
+  cell.tag = delivery->tag;
+  cell.dtype = delivery->dtype;
+  cell.count = delivery->view.count;
   cell.turn.store(number / kCells * 2 + 1, std::memory_order_release);
-  sent_[delivery.peer] = number + 1;
-  board_->seat(delivery.peer).mail.ring();
+  sent_[peer] = number + 1;
+  board_->seat(peer).mail.ring();
+  if (cell.piped) {
+    streams_out_.push_back(delivery);
+    pump_out(*delivery);
+  } else if (delivery->state == Delivery::State::Open) {
+    finish(*delivery);
+  }
   return true;
 }
 
@@ -218,8 +234,7 @@ bool Mailbox::pump_in(Delivery& delivery) {
     if (drained == filled) break;
     size_t at = drained % capacity;
     size_t length = std::min({kGulp, size_t(filled - drained), size_t(capacity - at)});
-    phalanx::copy(delivery.data + drained, pipe.data + at, length,
-                  bytes >= stream_threshold ? 0 : SIZE_MAX);
+    std::memcpy(delivery.data + drained, pipe.data + at, length);
     advance(length);
   }
   if (drained == bytes) finish(delivery);
@@ -324,14 +339,14 @@ bool Mailbox::progress() {
         --waiting_out_;
         continue;
       }
-      if (!push(*delivery)) break;
+      try {
+        if (!launch(delivery)) break;
+      } catch (const Failure& failure) {  // no memory for its pipe
+        fail(*delivery, failure.kind, failure.what());
+      }
       box.pop_front();
       --waiting_out_;
       moved = true;
-      if (delivery->pipe)
-        streams_out_.push_back(delivery);
-      else if (delivery->state == Delivery::State::Open)
-        finish(*delivery);
     }
   }
   for (auto it = streams_in_.begin(); it != streams_in_.end();) {
@@ -345,7 +360,7 @@ bool Mailbox::progress() {
     bool emptied = delivery.pipe->drained.load(std::memory_order_acquire) == delivery.pipe->bytes ||
                    delivery.pipe->state.load(std::memory_order_acquire) == Pipe::Refused;
     if (emptied && delivery.state != Delivery::State::Open) {
-      if (spare_pipes_.size() < kSparePipes) spare_pipes_.push_back(std::move(delivery.pipe_block));
+      close_pipe(delivery);
       it = streams_out_.erase(it);
     } else {
       ++it;
@@ -389,7 +404,11 @@ void Mailbox::inspect(bool quiet) {
     for (auto& delivery : *open) judge(*delivery);
   asked_.remove_if(failed);
   streams_in_.remove_if(failed);
-  streams_out_.remove_if([&](auto& delivery) { return !ends[delivery->peer].empty(); });
+  streams_out_.remove_if([&](auto& delivery) {
+    bool lost = !ends[delivery->peer].empty();
+    if (lost) close_pipe(*delivery);
+    return lost;
+  });
   for (auto& box : outbox_) {
     for (auto& delivery : box) judge(*delivery);
     waiting_out_ -= std::erase_if(

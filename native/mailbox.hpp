@@ -3,11 +3,13 @@
 // larger one through a pipe that the cell points to, or straight from the sender's memory where the
 // receiver can reach it.
 //
-// A message of up to kBuffered bytes is copied at once, so its sender never waits for the receiver.
+// A message of up to 64 KiB is copied at once, so its sender does not wait for the receiver unless
+// that is many messages behind.
 // Deliveries move on whenever any thread of the rank waits in here; while an asynchronous one is
 // open, a courier thread sees to it.
 #pragma once
 
+#include <array>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -79,7 +81,6 @@ struct Delivery {
   std::byte* data = nullptr;
   Block pipe_block;
   Pipe* pipe = nullptr;
-  bool buffered = false;  // done for its caller, though not yet on its way
 };
 
 class Mailbox {
@@ -107,7 +108,7 @@ class Mailbox {
   using Deliveries = std::list<std::shared_ptr<Delivery>>;
 
   bool progress();  // all that can move without waiting; true if something did
-  bool push(Delivery& delivery);
+  bool launch(const std::shared_ptr<Delivery>& delivery);
   bool pump_out(Delivery& delivery);
   bool pump_in(Delivery& delivery);
   bool collect(int from);
@@ -117,7 +118,8 @@ class Mailbox {
   void fail(Delivery& delivery, Kind kind, const std::string& why);
   void inspect(bool quiet);
   bool idle() const;
-  void open_pipe(Delivery& delivery, size_t capacity);
+  void open_pipe(Delivery& delivery);
+  void close_pipe(Delivery& delivery);
   std::string headline(const Delivery& delivery) const;
   void run_courier();
   Bell& bell() { return board_->seat(rank_).mail; }
@@ -131,6 +133,7 @@ class Mailbox {
   std::thread courier_;
   bool closing_ = false;
 
+  std::vector<uint32_t> pipes_out_;        // not yet read to the end, per peer
   std::vector<uint32_t> sent_, received_;  // cells used so far, per peer
   std::vector<std::deque<std::shared_ptr<Delivery>>>
       outbox_;                           // sends that have no cell yet, per peer
@@ -138,7 +141,7 @@ class Mailbox {
   Deliveries streams_out_, streams_in_;  // sends and recvs that have a pipe
   Deliveries asked_;                     // recvs that have met no letter
   std::list<Letter> letters_;
-  std::vector<Block> spare_pipes_;
+  std::array<std::vector<Block>, 3> spare_pipes_;  // by size
 };
 
 }  // namespace phalanx

@@ -10,33 +10,23 @@
 namespace phalanx {
 namespace {
 
-// Up to here every rank combines the whole vector by itself, which saves a tick.
-constexpr size_t kInlineTotal = 128 << 10;
-
-// One reduction over the ranks of a group: gathers the sources and runs the kernel.
-class Combine {
- public:
-  Combine(const Call& call, int size)
-      : reduction_{call.dtype, call.reduce}, srcs_(size), factors_(size, 1.0) {}
-  void source(int rank, const std::byte* data) { srcs_[rank] = data; }
-  void factor(int rank, double factor) { factors_[rank] = factor; }
-  void into(std::span<void* const> dsts, size_t count) {
-    reduction_.factors = factors_.data();
-    phalanx::reduce(reduction_, dsts, srcs_, count);
-  }
-  void into(void* dst, size_t count) { into({&dst, 1}, count); }
-
- private:
-  Reduction reduction_;
-  std::vector<const void*> srcs_;
-  std::vector<double> factors_;
-};
+// Up to here every rank combines the whole vector by itself, which saves a tick. That is worth more
+// where a tick costs a context switch, and less where there is nothing to copy.
+size_t inline_limit(const Board& board) {
+  constexpr size_t kThreads = 2 << 10, kProcesses = 8 << 10, kCrowdedTotal = 128 << 10;
+  if (board.crowded()) return std::min(Board::kSlot, kCrowdedTotal / board.size());
+  return board.threads() ? kThreads : kProcesses;
+}
 
 bool apart(const View& a, const View& b, size_t item) {
   return a.data + a.count * item <= b.data || b.data + b.count * item <= a.data;
 }
 
 }  // namespace
+
+void Combine::into(const Call& call, std::span<void* const> dsts, size_t count) {
+  phalanx::reduce({call.dtype, call.reduce, factors.data()}, dsts, sources, count);
+}
 
 // The part of the vector that a rank combines, as this rank holds it.
 View Group::piece(const Call& call, size_t item, int rank) const {
@@ -65,12 +55,12 @@ void Group::reduce(Passage& passage) {
   passage.posting.bytes = bytes;
   if (p == 1) {
     meet(passage, Offer::Nothing);
-    Combine combine(call, 1);
-    combine.source(0, call.inputs[0].data);
-    combine.factor(0, call.factor);
-    return combine.into(call.outputs[0].data, call.outputs[0].count);
+    combine_.sources[0] = call.inputs[0].data;
+    void* result = call.outputs[0].data;
+    combine_.factors[0] = call.factor;
+    return combine_.into(call, {&result, 1}, call.outputs[0].count);
   }
-  if (bytes <= Board::kSlot && bytes * p <= kInlineTotal) return reduce_inline(passage, bytes);
+  if (bytes <= inline_limit(*board_)) return reduce_inline(passage, bytes);
 
   // An output that lies across inputs which the others have yet to read is written at the end.
   std::unique_ptr<std::byte[]> aside;
@@ -122,13 +112,13 @@ void Group::reduce_inline(Passage& passage, size_t bytes) {
   if (call.op != Op::ReduceScatter) start = 0;
   meet(passage, Offer::Inline);
   if (call.outputs.empty() || call.outputs[0].count == 0) return;
-  Combine combine(call, size());
   for (int rank = 0; rank < size(); ++rank) {
-    combine.source(rank, inline_area(rank, clock_, passage.sequence, bytes) + start);
+    combine_.sources[rank] = inline_area(rank, clock_, passage.sequence, bytes) + start;
     if (call.reduce == Reduce::PremulSum)
-      combine.factor(rank, board_->posting(rank, passage.sequence).factor);
+      combine_.factors[rank] = board_->posting(rank, passage.sequence).factor;
   }
-  combine.into(call.outputs[0].data, call.outputs[0].count);
+  void* result = call.outputs[0].data;
+  combine_.into(call, {&result, 1}, call.outputs[0].count);
 }
 
 // Every rank reads the others' vectors where they are and writes results where they belong.
@@ -136,21 +126,21 @@ void Group::reduce_direct(Passage& passage) {
   Call& call = passage.call;
   View mine = piece(call, passage.item, rank_);
   size_t begin = call.op == Op::ReduceScatter ? 0 : mine.data - call.inputs[0].data;
-  Combine combine(call, size());
   std::vector<void*> results;
   for (int rank = 0; rank < size(); ++rank) {
     const Posting& posting = board_->posting(rank, passage.sequence);
-    combine.factor(rank, posting.factor);
+    combine_.factors[rank] = posting.factor;
     if (call.op == Op::ReduceScatter) {
-      combine.source(rank, board_->reach(rank, board_->parcel(rank, rank_, passage.sequence).data));
+      combine_.sources[rank] =
+          board_->reach(rank, board_->parcel(rank, rank_, passage.sequence).data);
     } else {
       std::byte* data = board_->reach(rank, posting.data) + begin;
-      combine.source(rank, data);
+      combine_.sources[rank] = data;
       if (call.op == Op::AllReduce || rank == call.root) results.push_back(data);
     }
   }
   if (call.op == Op::ReduceScatter) results.push_back(call.outputs[0].data);
-  if (mine.count) combine.into(results, mine.count);
+  if (mine.count) combine_.into(call, results, mine.count);
   tick(passage);
 }
 
@@ -163,7 +153,7 @@ size_t Group::stride(const Passage& passage) const {
 // Copy the step'th part of every other rank's piece into this rank's stage.
 void Group::fill(const Passage& passage, uint32_t step) {
   size_t elements = stride(passage);
-  std::byte* at = stage_.data() + ((turn_ + step) & 1) * chunk_;
+  std::byte* at = stage_.data() + place(turn_ + step);
   for (int rank = 0; rank < size(); ++rank, at += elements * passage.item) {
     View other = piece(passage.call, passage.item, rank);
     size_t begin = step * elements;
@@ -174,7 +164,9 @@ void Group::fill(const Passage& passage, uint32_t step) {
 }
 
 // A pipeline with one tick per step: while the parts of one step are filled, those of the step
-// before are combined, and results of the one before that are copied out.
+// before are combined, and results of the one before that are copied out. A result is written over
+// one of its sources, in the stage of the next rank: those cache lines have just been fetched,
+// while a buffer for results would have to be fetched from the core that read it last.
 void Group::reduce_staged(Passage& passage, bool filled) {
   Call& call = passage.call;
   const int p = size();
@@ -190,27 +182,25 @@ void Group::reduce_staged(Passage& passage, bool filled) {
   std::byte* result = scatters    ? call.outputs[0].data
                       : wants_all ? call.outputs[0].data + (mine.data - call.inputs[0].data)
                                   : nullptr;
-  Combine combine(call, p);
-  std::vector<std::byte*> stages(p), outs(p);
+  std::vector<std::byte*> stages(p);
   for (int rank = 0; rank < p; ++rank) {
-    combine.factor(rank, board_->posting(rank, passage.sequence).factor);
+    combine_.factors[rank] = board_->posting(rank, passage.sequence).factor;
     stages[rank] = board_->reach(rank, board_->posting(rank, passage.sequence).stage);
-    outs[rank] = stages[rank] + 2 * chunk_;
   }
 
   for (uint32_t step = filled ? 1 : 0; step <= last; ++step) {
     if (step < steps) fill(passage, step);
     if (size_t begin = (step - 1) * elements; step >= 1 && step <= steps && begin < mine.count) {
-      size_t place = ((turn_ + step - 1) & 1) * chunk_ + size_t(rank_) * elements * item;
+      size_t part = place(turn_ + step - 1) + size_t(rank_) * elements * item;
       size_t count = std::min(elements, mine.count - begin);
       for (int rank = 0; rank < p; ++rank)
-        combine.source(rank, rank == rank_ ? mine.data + begin * item : stages[rank] + place);
+        combine_.sources[rank] = rank == rank_ ? mine.data + begin * item : stages[rank] + part;
       void* dsts[2];
       size_t wanted = 0;
       if (result) dsts[wanted++] = result + begin * item;
       if (!scatters && !(call.op == Op::Reduce && rank_ == call.root))
-        dsts[wanted++] = outs[rank_] + ((turn_ + step - 1) & 1) * (chunk_ / 2);
-      combine.into({dsts, wanted}, count);
+        dsts[wanted++] = stages[(rank_ + 1) % p] + part;
+      combine_.into(call, {dsts, wanted}, count);
     }
     if (step >= 2 && !scatters && wants_all) {
       size_t begin = (step - 2) * elements;
@@ -220,7 +210,8 @@ void Group::reduce_staged(Passage& passage, bool filled) {
         if (begin >= other.count) continue;
         std::byte* target =
             call.outputs[0].data + (other.data - call.inputs[0].data) + begin * item;
-        std::memcpy(target, outs[rank] + ((turn_ + step - 2) & 1) * (chunk_ / 2),
+        size_t part = place(turn_ + step - 2) + size_t(rank) * elements * item;
+        std::memcpy(target, stages[(rank + 1) % p] + part,
                     std::min(elements, other.count - begin) * item);
       }
     }

@@ -1,8 +1,10 @@
 #include "roster.hpp"
 
+#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "failure.hpp"
@@ -12,11 +14,14 @@ namespace phalanx {
 struct Roster::Header {
   uint32_t size;
   Bell bell;
+  std::atomic<uint32_t> probed;         // ranks that have tried to read the others' memory
+  std::atomic<bool> reading_is_denied;  // to at least one of them
 };
 
 struct Roster::Member {
   std::atomic<Presence> presence;
   HeapAddress heap;
+  uint64_t base;  // of its heap in its own address space
   std::atomic<uint32_t> why_length;
   char why[4096];
 };
@@ -57,31 +62,66 @@ void Roster::join(int rank, Deadline deadline) {
     me.heap.pid = ::getpid();
   else
     me.heap = Heap::mine()->address();
+  me.base = threads() ? 0 : reinterpret_cast<uint64_t>(Heap::mine()->at(0));
   me.presence = Presence::Here;
   header().bell.ring();
 
   int next = 0;
-  auto everybody = [&] {
+  auto await = [&](auto&& ready) {
+    Spin spin(false);
+    wait_until(header().bell, spin, deadline, ready, [&](bool quiet) {
+      std::string missing;
+      for (int peer = 0; peer < size(); ++peer) {
+        if (quiet && member(peer).presence == Presence::Here) {
+          std::string end = obituary(peer, true);
+          if (!end.empty()) throw Failure(Kind::PeerFailed, "init_process_group: " + end);
+        }
+        if (member(peer).presence < Presence::Here)
+          missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
+      }
+      if (deadline.passed())
+        throw Failure(Kind::Timeout, "init_process_group on rank " + std::to_string(rank) +
+                                         " timed out: these ranks have not joined: " + missing);
+      if (quiet) check_interrupt();
+    });
+  };
+  await([&] {
     while (next < size() && member(next).presence.load(std::memory_order_acquire) >= Presence::Here)
       ++next;
     return next == size();
-  };
-  Spin spin(false);
-  wait_until(header().bell, spin, deadline, everybody, [&](bool quiet) {
-    std::string missing;
-    for (int peer = 0; peer < size(); ++peer) {
-      if (quiet && member(peer).presence == Presence::Here) {
-        std::string end = obituary(peer, true);
-        if (!end.empty()) throw Failure(Kind::PeerFailed, "init_process_group: " + end);
-      }
-      if (member(peer).presence < Presence::Here)
-        missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
-    }
-    if (deadline.passed())
-      throw Failure(Kind::Timeout, "init_process_group on rank " + std::to_string(rank) +
-                                       " timed out: these ranks have not joined: " + missing);
-    check_interrupt();
   });
+  if (threads()) return;
+  for (int peer = 0; peer < size(); ++peer) {
+    char header_bytes[8];
+    if (!try_read(peer, header_bytes, member(peer).base, sizeof header_bytes))
+      header().reading_is_denied = true;
+  }
+  header().probed.fetch_add(1);
+  header().bell.ring();
+  await([&] { return header().probed.load() == header().size; });
+}
+
+bool Roster::can_read() const { return !threads() && !header().reading_is_denied; }
+
+bool Roster::try_read(int rank, void* into, uint64_t address, size_t bytes) const {
+  auto* target = static_cast<std::byte*>(into);
+  while (bytes > 0) {
+    iovec local{target, bytes}, remote{reinterpret_cast<void*>(address), bytes};
+    ssize_t got = ::process_vm_readv(member(rank).heap.pid, &local, 1, &remote, 1, 0);
+    if (got <= 0) return false;
+    target += got;
+    address += uint64_t(got);
+    bytes -= size_t(got);
+  }
+  return true;
+}
+
+void Roster::read(int rank, void* into, uint64_t address, size_t bytes) const {
+  if (try_read(rank, into, address, bytes)) return;
+  std::string why = std::strerror(errno);
+  std::string end = obituary(rank, true);
+  if (!end.empty()) throw Failure(Kind::PeerFailed, end);
+  throw Failure(Kind::Backend, "cannot read the memory of " + title(rank) + ": " + why);
 }
 
 void Roster::leave(int rank) {

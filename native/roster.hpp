@@ -37,11 +37,17 @@ class Roster {
   // Address of something in the heap of a rank.
   std::byte* reach(int rank, uint64_t offset) const;
 
+  // Whether every rank may read every other's private memory, and such a read. The system may
+  // forbid it (ptrace_scope, seccomp); then data passes through shared memory instead.
+  bool can_read() const;
+  void read(int rank, void* into, uint64_t address, size_t bytes) const;
+
  private:
   struct Header;
   struct Member;
   explicit Roster(std::shared_ptr<Region> region);
   Header& header() const;
+  bool try_read(int rank, void* into, uint64_t address, size_t bytes) const;
   Member& member(int rank) const;
 
   std::shared_ptr<Region> region_;

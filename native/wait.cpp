@@ -21,11 +21,11 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
 
 }  // namespace
 
-Deadline Deadline::in(double seconds) {
+Deadline Deadline::after(Clock::time_point start, double seconds) {
   constexpr double kForever = 1e9;
   if (!(seconds >= 0) || seconds > kForever) seconds = kForever;
-  return Deadline(Clock::now() + std::chrono::duration_cast<Clock::duration>(
-                                     std::chrono::duration<double>(seconds)));
+  return Deadline(
+      start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
 }
 
 void Bell::wake() {

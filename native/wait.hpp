@@ -14,7 +14,9 @@ using Clock = std::chrono::steady_clock;
 
 class Deadline {
  public:
-  static Deadline in(double seconds);  // a negative or huge number of seconds means never
+  // A negative or huge number of seconds means never.
+  static Deadline in(double seconds) { return after(Clock::now(), seconds); }
+  static Deadline after(Clock::time_point start, double seconds);
   bool passed() const { return Clock::now() >= at_; }
   Clock::time_point at() const { return at_; }
 

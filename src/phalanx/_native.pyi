@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 class Store:
@@ -60,8 +59,11 @@ def hmac_sha256(key: bytes, message: bytes, /) -> bytes: ...
 
 # The engine.
 
-def configure(dtypes: dict[torch.dtype, int], package: str) -> None:
-    """Tell the core torch's element types and where this package lives."""
+def configure(tensor: type[Tensor], package: str) -> None:
+    """Tell the core torch's tensor type and where this package lives."""
+
+def dtype_code(tensor: object) -> int:
+    """Return the code of a tensor's element type, or -1 if it cannot be exchanged as it is."""
 
 def allocate(bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Allocate zeroed bytes in this process' shared heap."""

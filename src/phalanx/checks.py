@@ -6,28 +6,28 @@ Types are a TypeError, values a ValueError, devices and splits a RuntimeError, a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, TypeGuard
+import os
+from collections.abc import Sequence
+from typing import Any, TypeGuard, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from phalanx import _native
+from phalanx._native import dtype_code
 from phalanx.errors import DistBackendError
 from phalanx.group import ProcessGroup
-from phalanx.types import DTYPES, REAL_DTYPES, ReduceOp
+from phalanx.types import DTYPES, ReduceOp
 
 _STRIDED = torch.strided
 
+_native.configure(Tensor, os.path.dirname(os.path.abspath(__file__)) + os.sep)
 
-def plain(tensor: object, dtypes: Collection[torch.dtype] = REAL_DTYPES) -> TypeGuard[Tensor]:
+
+def plain(tensor: object) -> TypeGuard[Tensor]:
     """Say whether this is a tensor that needs no second look. Fast; False is no verdict."""
-    return (
-        isinstance(tensor, Tensor)
-        and tensor.is_cpu
-        and tensor.layout is _STRIDED
-        and tensor.dtype in dtypes
-    )
+    return dtype_code(tensor) >= 0
 
 
 def movable(value: Any, name: str, operation: str, written: bool = True) -> Tensor:
@@ -67,8 +67,8 @@ def movable(value: Any, name: str, operation: str, written: bool = True) -> Tens
 
 def reducible(value: Any, name: str, operation: str, op: ReduceOp, written: bool = True) -> Tensor:
     """Return argument ``name`` as a tensor that ``op`` can reduce."""
-    if plain(value, op.real_dtypes):
-        return value
+    if dtype_code(value) in op.codes:
+        return cast(Tensor, value)
     tensor = movable(value, name, operation, written)
     if tensor.dtype not in op.dtypes:
         if op == ReduceOp.PREMUL_SUM:

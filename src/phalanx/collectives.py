@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx import checks, sparse
+from phalanx._native import dtype_code
 from phalanx.checks import plain
 from phalanx.group import ProcessGroup
 from phalanx.types import ReduceOp, Timeout, seconds
@@ -56,7 +57,7 @@ def all_reduce(
         return None
     if type(op) is not ReduceOp:
         op = ReduceOp(op)
-    if not plain(tensor, op.real_dtypes):
+    if dtype_code(tensor) not in op.codes:
         if isinstance(tensor, Tensor) and tensor.layout in sparse.LAYOUTS:
             return sparse.all_reduce(found, tensor, op, async_op)
         tensor = checks.reducible(tensor, "tensor", "all_reduce", op)
@@ -265,9 +266,9 @@ def reduce_scatter_single(
         return None
     if type(op) is not ReduceOp:
         op = ReduceOp(op)
-    if not plain(output, op.real_dtypes):
+    if dtype_code(output) not in op.codes:
         output = checks.reducible(output, "output", "reduce_scatter_single", op)
-    if not plain(input, op.real_dtypes):
+    if dtype_code(input) not in op.codes:
         input = checks.reducible(input, "input", "reduce_scatter_single", op, False)
     if output.dtype is not input.dtype or input.numel() != found.size * output.numel():
         checks.same_dtype(input, output, "input and output", "reduce_scatter_single")

@@ -43,7 +43,6 @@ _INTEGERS = frozenset(d for d, code in DTYPES.items() if code <= 8)
 _FLOATS = frozenset(d for d, code in DTYPES.items() if 9 <= code <= 12)
 _COMPLEX = frozenset(d for d, code in DTYPES.items() if 13 <= code <= 14)
 _REAL = _INTEGERS | _FLOATS
-REAL_DTYPES = frozenset(DTYPES) - _COMPLEX
 
 # Which op means something on which element type. float8 is moved, never reduced.
 _CELLS: dict[str, frozenset[torch.dtype]] = {
@@ -69,7 +68,7 @@ class ReduceOp:
     are *and*.
     """
 
-    __slots__ = ("code", "dtypes", "factor", "name", "real_dtypes")
+    __slots__ = ("code", "codes", "dtypes", "factor", "name")
 
     SUM: ClassVar[ReduceOp]
     AVG: ClassVar[ReduceOp]
@@ -84,7 +83,7 @@ class ReduceOp:
     name: str
     code: int
     dtypes: frozenset[torch.dtype]  # those it can reduce
-    real_dtypes: frozenset[torch.dtype]  # the same without the complex ones
+    codes: frozenset[int]  # the same as the core names them
     factor: float | None
 
     def __init__(self, op: object, factor: float | None = None) -> None:
@@ -104,7 +103,7 @@ class ReduceOp:
         # Without its factor PREMUL_SUM is but a name.
         dtypes = _CELLS[name] if name != "PREMUL_SUM" or factor is not None else frozenset()
         init(self, "dtypes", dtypes)
-        init(self, "real_dtypes", dtypes - _COMPLEX)
+        init(self, "codes", frozenset(DTYPES[dtype] for dtype in dtypes))
 
     @classmethod
     def premul_sum(cls, factor: float | torch.Tensor) -> ReduceOp:

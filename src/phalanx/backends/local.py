@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
@@ -11,15 +10,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
-import phalanx
 from phalanx import _native
 from phalanx.backends.base import GroupBackend
 from phalanx.backends.registry import BackendOptions
 from phalanx.errors import DistTimeout, PeerFailed, StoreTimeout
-from phalanx.types import DTYPES, Deadline, ReduceOp, Timeout, seconds
+from phalanx.types import Deadline, ReduceOp, Timeout, seconds
 from phalanx.work import Work
-
-_native.configure(DTYPES, os.path.dirname(os.path.abspath(phalanx.__file__)) + os.sep)
 
 _LOOK = 0.2  # seconds between looks at a rank that others wait for
 
