@@ -525,6 +525,18 @@ void bind_engine(nb::module_& m) {
       },
       nb::arg("tensor").none(),
       "Return the code of a tensor's element type, or -1 if it cannot be exchanged as it is.");
+  m.def(
+      "common_dtype_code",
+      [](nb::list tensors) {
+        int common = -1;
+        for (nb::handle tensor : tensors) {
+          Look look(tensor);
+          if (look.fault || (common >= 0 && int(look.dtype) != common)) return -1;
+          common = int(look.dtype);
+        }
+        return common;
+      },
+      nb::arg("tensors"), "Return the code that all of these tensors have, or -1.");
 
   m.def(
       "allocate",

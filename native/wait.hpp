@@ -50,8 +50,8 @@ struct alignas(64) Bell {
 constexpr auto kSlice = std::chrono::milliseconds(50);
 
 // How long a waiter may burn its core before it sleeps: not at all where ranks outnumber cores,
-// else up to 50 us, and less while spinning has not paid. The least is what waking a sleeper costs,
-// so that ranks which have slept find back to spinning.
+// else up to 200 us, and less while spinning has not paid. The least is what waking a sleeper
+// costs, so that ranks which have slept find back to spinning.
 class Spin {
  public:
   explicit Spin(bool allowed) : budget_(allowed ? kMost : 0) {}
@@ -69,7 +69,7 @@ class Spin {
   }
 
  private:
-  static constexpr int64_t kMost = 50'000, kLeast = 10'000;
+  static constexpr int64_t kMost = 200'000, kLeast = 10'000;
   std::atomic<int64_t> budget_;  // nanoseconds
 };
 

@@ -65,6 +65,9 @@ def configure(tensor: type[Tensor], package: str) -> None:
 def dtype_code(tensor: object) -> int:
     """Return the code of a tensor's element type, or -1 if it cannot be exchanged as it is."""
 
+def common_dtype_code(tensors: list[Any]) -> int:
+    """Return the code that all of these tensors have, or -1."""
+
 def allocate(bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Allocate zeroed bytes in this process' shared heap."""
 

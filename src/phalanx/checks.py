@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx import _native
-from phalanx._native import dtype_code
+from phalanx._native import common_dtype_code, dtype_code
 from phalanx.errors import DistBackendError
 from phalanx.group import ProcessGroup
 from phalanx.types import DTYPES, ReduceOp
@@ -85,14 +85,22 @@ def tensors(
         raise TypeError(
             f"{operation} needs a list of tensors as {name}, got {type(values).__name__}"
         )
-    found = [
-        value if plain(value) else movable(value, f"{name}[{i}]", operation, written)
-        for i, value in enumerate(values)
-    ]
+    if isinstance(values, list) and common_dtype_code(values) >= 0:
+        found = values
+    else:
+        found = _each_movable(values, name, operation, written)
     if size is not None and len(found) != size:
         raise ValueError(
             f"{operation} needs one tensor per rank in {name}: got {len(found)} for {size} ranks"
         )
+    return found
+
+
+def _each_movable(values: Sequence[Any], name: str, operation: str, written: bool) -> list[Tensor]:
+    found = [
+        value if plain(value) else movable(value, f"{name}[{i}]", operation, written)
+        for i, value in enumerate(values)
+    ]
     for i, tensor in enumerate(found):
         if tensor.dtype != found[0].dtype:
             raise ValueError(

@@ -96,7 +96,8 @@ def reduce(
     if member is None:
         return None
     root = checks.peer(member, dst, group_dst, "dst", "reduce")
-    op = ReduceOp(op)
+    if type(op) is not ReduceOp:
+        op = ReduceOp(op)
     tensor = checks.reducible(tensor, "tensor", "reduce", op, written=root == member.rank())
     return active(member).reduce(tensor, root, op, async_op=async_op)
 
@@ -244,7 +245,8 @@ def reduce_scatter(
     found = transport(group, "reduce_scatter")
     if found is None:
         return None
-    op = ReduceOp(op)
+    if type(op) is not ReduceOp:
+        op = ReduceOp(op)
     inputs = checks.tensors(input_list, "input_list", "reduce_scatter", found.size, False)
     output = checks.reducible(output, "output", "reduce_scatter", op)
     own = inputs[found.rank]
