@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 
 #include <exception>
+#include <string_view>
 
 #include "failure.hpp"
 
@@ -50,7 +51,11 @@ void translate(const std::exception_ptr& thrown, void*) {
     std::rethrow_exception(thrown);
   } catch (const Failure& failure) {
     // Looked up when needed, so that the core can be loaded before the package.
-    PyErr_SetString(exception_class(failure.kind).ptr(), failure.what());
+    // A message may quote text that was cut in the middle of a character.
+    std::string_view what = failure.what();
+    nb::object text =
+        nb::steal(PyUnicode_DecodeUTF8(what.data(), Py_ssize_t(what.size()), "replace"));
+    PyErr_SetObject(exception_class(failure.kind).ptr(), text.ptr());
   }
 }
 

@@ -297,7 +297,15 @@ class Engine {
         group_(board_, rank, name, timeout),
         mailbox_(std::make_shared<Mailbox>(board_, rank, name)) {}
 
-  ~Engine() { close(); }
+  ~Engine() {
+    // A forked child has a copy of its parent's group: no threads, and no say in it.
+    if (pid_ == ::getpid()) {
+      close();
+    } else {
+      lane_.release();
+      mailbox_->release();
+    }
+  }
 
   std::string ticket() const { return board_->ticket(); }
   void attend(bool creator) {
@@ -401,7 +409,8 @@ class Engine {
     constexpr int kShown = int(std::extent_v<decltype(Call::shape)>);
     call.ndim = std::min(look.shown.ndim, kShown);
     std::copy_n(look.shown.shape, call.ndim, call.shape);
-    for (int i = kShown; i < look.shown.ndim; ++i)
+    bool own_shape = op == Op::AllGather || op == Op::ReduceScatter || op == Op::AllToAll;
+    for (int i = kShown; i < look.shown.ndim && !own_shape; ++i)
       call.detail = mix(call.detail, uint64_t(look.shown.shape[i]));
     return result;
   }
@@ -440,6 +449,12 @@ class Engine {
     return result;
   }
 
+  // A list that its owner may change later, as it is now.
+  static nb::object frozen(nb::handle kept) {
+    if (!PyList_Check(kept.ptr())) return nb::borrow(kept);
+    return nb::steal(PyList_AsTuple(kept.ptr()));
+  }
+
   template <class... Kept>
   nb::object issue(Call&& call, double timeout, bool async, Kept... kept) {
     Graveyard::empty();
@@ -447,16 +462,27 @@ class Engine {
     call.timeout = timeout;
     if (!async) {
       bool done;
-      {
+      try {
         nb::gil_scoped_release unlock;
         done = lane_.try_run([&] { group_.run(call); });
+      } catch (...) {
+        // The others may still use what was lent to them.
+        if (call.lent) board_->park(Graveyard::keep(nb::make_tuple(frozen(kept)...)));
+        throw;
       }
       if (done) return nb::none();
     }
     std::string title = std::string(name(call.op)) + " on group '" + group_.name() + "'";
     // Owned by the job: the caller may be interrupted while it waits.
     auto body = [this, call = std::make_shared<Call>(std::move(call)),
-                 alive = Graveyard::keep(nb::make_tuple(kept...))] { group_.run(*call); };
+                 alive = Graveyard::keep(nb::make_tuple(frozen(kept)...))] {
+      try {
+        group_.run(*call);
+      } catch (...) {
+        if (call->lent) board_->park(alive);
+        throw;
+      }
+    };
     std::shared_ptr<Pending> pending =
         std::make_shared<PendingJob>(lane_.submit(std::move(body)), std::move(title));
     if (async) return nb::cast(pending);
@@ -489,6 +515,7 @@ class Engine {
         std::shared_ptr<Pending>(std::make_shared<PendingDelivery>(mailbox_, std::move(delivery))));
   }
 
+  const int pid_ = ::getpid();
   std::shared_ptr<Board> board_;
   Group group_;
   std::shared_ptr<Mailbox> mailbox_;
@@ -579,7 +606,16 @@ void bind_engine(nb::module_& m) {
 
   nb::class_<Pending>(m, "Pending", "An asynchronous operation.")
       .def("done", &Pending::done)
-      .def("wait", &Pending::wait, nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "wait",
+          [](Pending& pending, double timeout) {
+            {
+              nb::gil_scoped_release unlock;
+              pending.wait(timeout);
+            }
+            Graveyard::empty();
+          },
+          nb::arg("timeout"))
       .def(
           "check",
           [](Pending& pending) {

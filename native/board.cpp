@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
 
 #include "kernels.hpp"
 #include "mailbox.hpp"
@@ -108,12 +107,12 @@ void Board::attend(int rank, bool creator, const std::string& group, const Deadl
   Spin spin(false);
   wait_until(
       bell(), spin, deadline, [&] { return missing().empty(); },
-      [&](bool quiet) {
+      [&](bool costly) {
         check_broken();
         for (int peer : missing())
-          if (std::string end = obituary(peer, quiet); !end.empty() && !seat(peer).present)
+          if (std::string end = obituary(peer, costly); !end.empty() && !seat(peer).present)
             throw Failure(Kind::PeerFailed, "group '" + group + "' cannot be made: " + end);
-        if (!quiet) return;
+        if (!costly) return;
         if (deadline.passed())
           throw Failure(Kind::Timeout, "group '" + group +
                                            "' cannot be made: timed out waiting for " +
@@ -163,10 +162,12 @@ uint64_t Board::share(const void* data, size_t bytes) const {
 }
 
 std::string Board::obituary(int rank, bool ask_system) const {
-  std::string end = roster_->obituary(members_[rank], ask_system);
-  if (end.empty() && seat(rank).left.load(std::memory_order_acquire))
+  // Its own word first: the system only knows that it is gone.
+  std::string end = roster_->obituary(members_[rank], false);
+  if (!end.empty()) return end;
+  if (seat(rank).left.load(std::memory_order_acquire))
     return roster_->title(members_[rank]) + " has destroyed this group";
-  return end;
+  return ask_system ? roster_->obituary(members_[rank], true) : "";
 }
 
 std::string rank_list(std::span<const int> ranks) {

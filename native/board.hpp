@@ -53,7 +53,6 @@ struct Posting {
   uint64_t detail;  // hash of what must agree beyond the fields above (lists of sizes)
   double factor;    // PREMUL_SUM
   uint64_t data;    // where a Direct offer starts, as the owner's heap offset or a thread's pointer
-  uint64_t result;  // where the owner wants the result, likewise; 0 if it cannot be reached
   uint64_t stage;   // the owner's staging buffer, likewise; 0 while it has none
   uint64_t bytes;   // how much is offered in all
   int64_t posted_ns, finished_ns;
@@ -144,7 +143,8 @@ class Board {
   Block allocate(size_t bytes) const {
     return threads() ? Block::plain(bytes) : Block::shared(bytes);
   }
-  void park(Block block) const { region_->park(std::move(block)); }  // others may still read it
+  // Keep something that the others may still use until they have closed the group.
+  void park(std::shared_ptr<void> lent) const { region_->park(std::move(lent)); }
   uint64_t share(const void* data, size_t bytes) const;  // 0 if the others cannot reach it
   std::byte* reach(int rank, uint64_t shared) const {
     return roster_->reach(members_[rank], shared);

@@ -6,14 +6,6 @@
 #include "group.hpp"
 
 namespace phalanx {
-namespace {
-
-bool overlap(const View& a, const View& b, size_t item) {
-  return a.data < b.data + b.count * item && b.data < a.data + a.count * item;
-}
-
-}  // namespace
-
 // How to offer memory that the others cannot map. Reading it through the system takes one copy; a
 // stage takes two, but by two ranks at the same time, which wins for long one-way traffic if each
 // rank has a core.
@@ -59,7 +51,6 @@ void Group::exchange(Passage& passage) {
   };
 
   // Parts that this rank would overwrite while the others still read them are copied aside.
-  std::vector<std::unique_ptr<std::byte[]>> aside;
   for (View& input : call.inputs) {
     bool hit = false;
     for (int from = 0; from < p && !hit; ++from) {
@@ -68,9 +59,9 @@ void Group::exchange(Passage& passage) {
       hit = output && !same && overlap(input, *output, item);
     }
     if (!hit) continue;
-    aside.emplace_back(new std::byte[input.count * item]);
-    std::memcpy(aside.back().get(), input.data, input.count * item);
-    input.data = aside.back().get();
+    std::byte* aside = call.need(input.count * item);
+    std::memcpy(aside, input.data, input.count * item);
+    input.data = aside;
   }
 
   // The parts in the order in which they are offered. Starting with the next rank lets every rank

@@ -27,7 +27,7 @@ Group::Group(std::shared_ptr<Board> board, int rank, std::string name, double ti
       combine_{std::vector<const void*>(size()), std::vector<double>(size(), 1.0)} {}
 
 Group::~Group() {
-  if (stage_) board_->park(std::move(stage_));
+  if (stage_) board_->park(std::make_shared<Block>(std::move(stage_)));
 }
 
 void Group::run(Call& call) {
@@ -36,24 +36,23 @@ void Group::run(Call& call) {
   size_t item = item_size(call.dtype);
 
   // Strided tensors are packed into dense ones for the duration of the call.
-  std::vector<std::unique_ptr<std::byte[]>> dense;
   std::vector<std::pair<View, std::byte*>> strided_outputs;
   for (View& input : call.inputs) {
     if (!input.layout) continue;
-    dense.emplace_back(new std::byte[std::max<size_t>(input.count * item, 1)]);
-    pack(dense.back().get(), input.data, *input.layout, item);
+    std::byte* dense = call.need(input.count * item);
+    pack(dense, input.data, *input.layout, item);
     for (View& output : call.outputs) {
       if (output.data != input.data || output.layout != input.layout) continue;
-      strided_outputs.emplace_back(output, dense.back().get());
-      output = {dense.back().get(), output.count, nullptr};
+      strided_outputs.emplace_back(output, dense);
+      output = {dense, output.count, nullptr};
     }
-    input = {dense.back().get(), input.count, nullptr};
+    input = {dense, input.count, nullptr};
   }
   for (View& output : call.outputs) {
     if (!output.layout) continue;
-    dense.emplace_back(new std::byte[std::max<size_t>(output.count * item, 1)]);
-    strided_outputs.emplace_back(output, dense.back().get());
-    output = {dense.back().get(), output.count, nullptr};
+    std::byte* dense = call.need(output.count * item);
+    strided_outputs.emplace_back(output, dense);
+    output = {dense, output.count, nullptr};
   }
 
   Passage passage{call,
@@ -89,12 +88,17 @@ void Group::run(Call& call) {
         exchange(passage);
     }
   } catch (const Failure& failure) {
-    if (posted_ && failure.kind != Kind::Mismatch) board_->break_up(failure.kind, failure.what());
+    if (failure.kind == Kind::Mismatch)
+      call.lent = false;  // agreed by all: nobody touches anything
+    else if (posted_)
+      board_->break_up(failure.kind, failure.what());
+    if (call.lent) board_->park(std::make_shared<decltype(call.scratch)>(std::move(call.scratch)));
     throw;
   } catch (...) {
     if (posted_)
       board_->break_up(Kind::PeerFailed,
                        headline(passage) + ": interrupted on rank " + std::to_string(rank_));
+    if (call.lent) board_->park(std::make_shared<decltype(call.scratch)>(std::move(call.scratch)));
     throw;
   }
   Posting& shown = board_->posting(rank_, passage.sequence);
@@ -109,11 +113,13 @@ void Group::meet(Passage& passage, Offer offer) {
   board_->posting(rank_, passage.sequence) = posting;
   sequence_.store(passage.sequence, std::memory_order_relaxed);
   posted_ = true;
+  passage.call.lent = offer == Offer::Direct || offer == Offer::Remote;
   Line& line = board_->seat(rank_).lines[(clock_ + 1) & 1];
   line.digest = posting.digest();
   line.offer = offer;
   arrive(true);
   await(passage);
+  board_->check_broken();  // the others may have given up before this rank came
   if (!agreed()) throw Failure(Kind::Mismatch, mismatch_report(*board_, name_, passage.sequence));
 }
 
@@ -135,10 +141,7 @@ void Group::arrive(bool compare) {
     return;
   board_->arrived(clock_).store(0, std::memory_order_relaxed);
   if (compare)
-    for (int rank = 0; rank < size(); ++rank)
-      if (board_->seat(rank).lines[clock_ & 1].digest !=
-          board_->seat(rank_).lines[clock_ & 1].digest)
-        board_->mismatch().store(clock_, std::memory_order_relaxed);
+    board_->mismatch().store(same_digests() ? clock_ - 1 : clock_, std::memory_order_relaxed);
   board_->door().store(clock_, std::memory_order_release);
   board_->bell().ring();
 }
@@ -155,19 +158,23 @@ void Group::await(const Passage& passage) {
     return next == size();
   };
   auto door = [&] { return int32_t(board_->door().load(std::memory_order_acquire) - clock_) >= 0; };
-  auto on_look = [&](bool quiet) { look(passage, quiet); };
+  auto on_look = [&](bool costly) { look(passage, costly); };
   if (board_->crowded())
     wait_until(board_->bell(), spin_, passage.deadline, door, on_look);
   else
     wait_until(board_->bell(), spin_, passage.deadline, everybody, on_look);
 }
 
-bool Group::agreed() const {
-  if (board_->crowded()) return board_->mismatch().load(std::memory_order_relaxed) != clock_;
+bool Group::same_digests() const {
   uint64_t mine = board_->seat(rank_).lines[clock_ & 1].digest;
   for (int rank = 0; rank < size(); ++rank)
     if (board_->seat(rank).lines[clock_ & 1].digest != mine) return false;
   return true;
+}
+
+bool Group::agreed() const {
+  if (board_->crowded()) return board_->mismatch().load(std::memory_order_relaxed) != clock_;
+  return same_digests();
 }
 
 std::string Group::headline(const Passage& passage) const {
@@ -175,18 +182,23 @@ std::string Group::headline(const Passage& passage) const {
          " on group '" + name_ + "'";
 }
 
-void Group::look(const Passage& passage, bool quiet) {
+void Group::look(const Passage& passage, bool costly) {
   board_->check_broken();
   std::vector<int> missing;
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == rank_ || reached(rank)) continue;
-    std::string end = board_->obituary(rank, quiet);
+    std::string end = board_->obituary(rank, costly);
     // Looked at again: it may have arrived here as its last deed.
     if (!end.empty() && !reached(rank))
       throw Failure(Kind::PeerFailed, headline(passage) + ": " + end);
     missing.push_back(rank);
   }
-  if (!quiet) return;
+  if (!costly) return;
+  // All have arrived and yet the door is shut: the last one ended on its threshold.
+  if (missing.empty())
+    for (int rank = 0; rank < size(); ++rank)
+      if (std::string end = board_->obituary(rank, true); !end.empty())
+        throw Failure(Kind::PeerFailed, headline(passage) + ": " + end);
   if (passage.deadline.passed()) {
     double seconds = passage.call.timeout < 0 ? timeout : passage.call.timeout;
     std::string text = headline(passage) + ": rank " + std::to_string(rank_) +

@@ -5,6 +5,7 @@
 // meeting has agreed.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -21,6 +22,10 @@ struct View {
   size_t count = 0;
   std::shared_ptr<const Layout> layout;
 };
+
+inline bool overlap(const View& a, const View& b, size_t item) {
+  return a.data < b.data + b.count * item && b.data < a.data + a.count * item;
+}
 
 // One collective as a rank asks for it. Outputs may be the inputs where the operation is in place.
 // all_reduce, reduce: one input, one output (reduce: at the root). broadcast: an input at the root,
@@ -39,6 +44,14 @@ struct Call {
   int64_t shape[6] = {};
   uint64_t detail = 0;
   char site[80] = {};
+
+  // Dense stand-ins for strided tensors and copies of overlapping ones. Once a call has lent memory
+  // to the others, they and the tensors must outlive it even if it fails: `lent` tells.
+  std::vector<std::shared_ptr<std::byte[]>> scratch;
+  bool lent = false;
+  std::byte* need(size_t bytes) {
+    return scratch.emplace_back(new std::byte[std::max<size_t>(bytes, 1)]).get();
+  }
 };
 
 // The sources of a reduction, one per rank; kept between calls to spare the allocations.
@@ -56,7 +69,6 @@ class Group {
   int rank() const { return rank_; }
   int size() const { return board_->size(); }
   const std::string& name() const { return name_; }
-  Board& board() const { return *board_; }
   double timeout = 0;  // seconds, for calls that bring none
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
 
@@ -87,8 +99,9 @@ class Group {
   void tick(const Passage& passage);
   void arrive(bool compare);
   void await(const Passage& passage);
+  bool same_digests() const;
   bool agreed() const;
-  void look(const Passage& passage, bool quiet);
+  void look(const Passage& passage, bool costly);
   bool reached(int rank) const;
   std::string headline(const Passage& passage) const;
 

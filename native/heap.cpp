@@ -26,11 +26,22 @@ constexpr char kMagic[8] = {'P', 'H', 'A', 'L', 'A', 'N', 'X', '1'};
 struct HeapHeader {
   char magic[8];
   uint64_t nonce;
-  int64_t pid;
-  uint64_t start_time;
 };
 
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
+
+// In pieces, so that a program with an interval timer gets on: a signal undoes the call it hits.
+bool fill(int fd, uint64_t start, uint64_t length) {
+  constexpr uint64_t kPiece = 64 << 20;
+  for (uint64_t done = 0; done < length; done += kPiece) {
+    int result;
+    do {
+      result = ::fallocate(fd, 0, off_t(start + done), off_t(std::min(kPiece, length - done)));
+    } while (result != 0 && errno == EINTR);
+    if (result != 0) return false;
+  }
+  return true;
+}
 
 std::string errno_text() { return std::strerror(errno); }
 
@@ -40,11 +51,12 @@ uint64_t process_start_time(int32_t pid) {
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
   int fd = ::open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return 0;
+  // Out of descriptors, say, is no proof of anybody's death.
+  if (fd < 0) return errno == ENOENT || errno == ESRCH ? 0 : kUnknownStart;
   char text[1024];
   ssize_t got = ::read(fd, text, sizeof text - 1);
   ::close(fd);
-  if (got <= 0) return 0;
+  if (got <= 0) return 0;  // it ended between the two calls
   text[got] = 0;
   // The command name stands in parentheses and may hold anything: fields count from the last ')'.
   const char* field = std::strrchr(text, ')');
@@ -104,8 +116,6 @@ Heap::Heap() {
   free_[0] = size;
   auto* header = reinterpret_cast<HeapHeader*>(allocate(sizeof(HeapHeader)));
   header->nonce = address_.nonce;
-  header->pid = address_.pid;
-  header->start_time = address_.start_time;
   std::memcpy(header->magic, kMagic, sizeof kMagic);
 }
 
@@ -121,7 +131,7 @@ std::byte* Heap::allocate(size_t bytes) {
   for (auto gap = free_.begin(); gap != free_.end(); ++gap) {
     uint64_t start = round_up(gap->first, unit), end = gap->first + gap->second;
     if (start + length > end) continue;
-    if (::fallocate(address_.fd, 0, off_t(start), off_t(length)) != 0) {
+    if (!fill(address_.fd, start, length)) {
       int code = errno;
       ::fallocate(address_.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, off_t(start),
                   off_t(length));

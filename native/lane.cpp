@@ -41,7 +41,7 @@ std::shared_ptr<Job> Lane::submit(std::function<void()> body) {
   if (closing_) throw_closed();
   if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
   queue_.push_back(job);
-  changed_.notify_one();
+  changed_.notify_all();
   return job;
 }
 
@@ -50,7 +50,8 @@ void Lane::throw_closed() { throw Failure(Kind::Backend, "the group is destroyed
 void Lane::work() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [&] { return !busy_ && (closing_ || !queue_.empty()); });
+    // A call that runs inline on another thread is that thread's affair, also while closing.
+    changed_.wait(lock, [&] { return queue_.empty() ? closing_ : !busy_; });
     if (queue_.empty()) return;
     auto job = queue_.front();
     queue_.pop_front();
@@ -64,12 +65,14 @@ void Lane::work() {
 }
 
 void Lane::close() {
+  std::thread worker;
   {
     std::lock_guard lock(mutex_);
     closing_ = true;
-    changed_.notify_one();
+    worker.swap(worker_);  // of several that close, one joins
+    changed_.notify_all();
   }
-  if (worker_.joinable()) worker_.join();
+  if (worker.joinable()) worker.join();
 }
 
 }  // namespace phalanx

@@ -52,7 +52,7 @@ class Lane {
       ~Leave() {
         std::lock_guard lock(lane.mutex_);
         lane.busy_ = false;
-        if (!lane.queue_.empty()) lane.changed_.notify_one();
+        if (!lane.queue_.empty()) lane.changed_.notify_all();
       }
     } leave{*this};
     body();
@@ -60,6 +60,9 @@ class Lane {
   }
 
   void close();  // waits for what is in the queue
+  void release() {
+    new std::thread(std::move(worker_));
+  }  // forget a thread that a fork has not copied
 
  private:
   void work();

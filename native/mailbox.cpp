@@ -30,24 +30,41 @@ Mailbox::Mailbox(std::shared_ptr<Board> board, int rank, std::string group)
 Mailbox::~Mailbox() { close(); }
 
 void Mailbox::close() {
+  // Messages whose senders were told that all is well are seen on their way, while somebody is
+  // there to take them.
+  auto sent = [&] {
+    std::lock_guard lock(mutex_);
+    if (closing_) return true;
+    progress();
+    return waiting_out_ == 0;
+  };
+  wait_until(bell(), spin_, Deadline::in(-1), sent, [&](bool costly) {
+    std::lock_guard lock(mutex_);
+    inspect(costly);
+  });
+  std::thread courier;
   {
     std::lock_guard lock(mutex_);
     closing_ = true;
+    courier.swap(courier_);  // of several that close, one joins
   }
   wake_courier_.notify_all();
   bell().wake();
-  if (courier_.joinable()) courier_.join();
+  if (courier.joinable()) courier.join();
   std::lock_guard lock(mutex_);
   auto drop = [&](auto& open) {
     for (auto& delivery : open) {
-      if (delivery->state == Delivery::State::Open)
-        fail(*delivery, Kind::Backend,
-             headline(*delivery) + ": the group was destroyed before it was done");
+      auto kept = delivery->keep;
+      std::string why = headline(*delivery) + ": the group was destroyed before it was done";
       // What is on its way may still be read by its receiver.
-      if (delivery->pipe_block) board_->park(std::move(delivery->pipe_block));
+      if (delivery->state == Delivery::State::Open && !fail(*delivery, Kind::Backend, why))
+        board_->park(std::move(kept));
+      if (delivery->pipe_block)
+        board_->park(std::make_shared<Block>(std::move(delivery->pipe_block)));
     }
     open.clear();
   };
+
   for (auto& box : outbox_) drop(box);
   waiting_out_ = 0;
   drop(streams_out_);
@@ -143,10 +160,10 @@ void Mailbox::close_pipe(Delivery& delivery) {
 // Put a send on its way; false if it must wait for a free cell or a pipe.
 bool Mailbox::launch(const std::shared_ptr<Delivery>& delivery) {
   const int peer = delivery->peer;
-  uint32_t number = sent_[peer];
+  uint64_t number = sent_[peer];
   Cell& cell = board_->cells(rank_, peer)[number % kCells];
   // Acquire: the receiver has read the cell's last message before it is overwritten.
-  if (cell.turn.load(std::memory_order_acquire) != number / kCells * 2) return false;
+  if (cell.turn.load(std::memory_order_acquire) != uint32_t(number / kCells * 2)) return false;
   size_t bytes = delivery->bytes();
   cell.piped = bytes > sizeof(Cell::payload);
   if (cell.piped) {
@@ -159,7 +176,7 @@ bool Mailbox::launch(const std::shared_ptr<Delivery>& delivery) {
   cell.tag = delivery->tag;
   cell.dtype = delivery->dtype;
   cell.count = delivery->view.count;
-  cell.turn.store(number / kCells * 2 + 1, std::memory_order_release);
+  cell.turn.store(uint32_t(number / kCells * 2 + 1), std::memory_order_release);
   sent_[peer] = number + 1;
   board_->seat(peer).mail.ring();
   if (cell.piped) {
@@ -171,23 +188,21 @@ bool Mailbox::launch(const std::shared_ptr<Delivery>& delivery) {
   return true;
 }
 
-// Move a send's bytes into its pipe; true if something moved.
-bool Mailbox::pump_out(Delivery& delivery) {
+// Move a send's bytes into its pipe.
+void Mailbox::pump_out(Delivery& delivery) {
   Pipe& pipe = *delivery.pipe;
   if (delivery.state == Delivery::State::Open &&
       pipe.state.load(std::memory_order_acquire) == Pipe::Refused) {
     fail(delivery, Kind::Mismatch,
          headline(delivery) + ": the receiver asked for something else and refused the message");
-    return true;
+    return;
   }
   // Acquire: the receiver has read what is overwritten here. Release: it sees what is written.
   uint64_t drained = pipe.drained.load(std::memory_order_acquire);
   if (pipe.direct) {
-    if (drained < pipe.bytes) return false;
-    finish(delivery);
-    return true;
+    if (drained == pipe.bytes && delivery.state == Delivery::State::Open) finish(delivery);
+    return;
   }
-  bool moved = false;
   uint64_t filled = pipe.filled.load(std::memory_order_relaxed);
   while (filled < pipe.bytes && filled - drained < pipe.capacity) {
     size_t at = filled % pipe.capacity;
@@ -199,27 +214,23 @@ bool Mailbox::pump_out(Delivery& delivery) {
     pipe.filled.store(filled, std::memory_order_release);
     board_->seat(delivery.peer).mail.ring();
     drained = pipe.drained.load(std::memory_order_acquire);
-    moved = true;
   }
-  if (filled == pipe.bytes && delivery.state == Delivery::State::Open) {
-    finish(delivery);
-    moved = true;
-  }
-  return moved;
+  if (filled == pipe.bytes && delivery.state == Delivery::State::Open) finish(delivery);
 }
 
-// Move a recv's bytes out of its pipe; true if something moved.
-bool Mailbox::pump_in(Delivery& delivery) {
+// Move a recv's bytes out of its pipe.
+void Mailbox::pump_in(Delivery& delivery) {
   Pipe& pipe = *delivery.pipe;
-  if (pipe.state.load(std::memory_order_acquire) == Pipe::Abandoned) {
-    fail(delivery, Kind::PeerFailed,
-         headline(delivery) + ": the sender gave up in the middle of the message");
-    return true;
+  auto open = Pipe::Open;
+  bool abandoned = pipe.direct ? !pipe.state.compare_exchange_strong(open, Pipe::Taking)
+                               : pipe.state.load(std::memory_order_acquire) == Pipe::Abandoned;
+  if (abandoned) {
+    fail(delivery, Kind::PeerFailed, headline(delivery) + ": the sender gave up on the message");
+    return;
   }
   // Once `drained` says that all is read, the pipe is the sender's again: it is not touched after.
   const uint64_t bytes = delivery.bytes(), capacity = pipe.capacity;
-  const uint64_t before = pipe.drained.load(std::memory_order_relaxed);
-  uint64_t drained = before;
+  uint64_t drained = pipe.drained.load(std::memory_order_relaxed);
   auto advance = [&](uint64_t length) {
     drained += length;
     pipe.drained.store(drained, std::memory_order_release);
@@ -238,16 +249,14 @@ bool Mailbox::pump_in(Delivery& delivery) {
     advance(length);
   }
   if (drained == bytes) finish(delivery);
-  return drained > before;
 }
 
 // Take what has arrived from one rank out of its cells.
-bool Mailbox::collect(int from) {
-  bool moved = false;
+void Mailbox::collect(int from) {
   for (;;) {
-    uint32_t number = received_[from];
+    uint64_t number = received_[from];
     Cell& cell = board_->cells(from, rank_)[number % kCells];
-    if (cell.turn.load(std::memory_order_acquire) != number / kCells * 2 + 1) return moved;
+    if (cell.turn.load(std::memory_order_acquire) != uint32_t(number / kCells * 2 + 1)) return;
     Letter letter{from, cell.tag, cell.dtype, cell.count, nullptr, nullptr};
     if (cell.piped) letter.pipe = reinterpret_cast<Pipe*>(board_->reach(from, cell.pipe));
     auto recv = std::find_if(asked_.begin(), asked_.end(), [&](auto& open) {
@@ -272,10 +281,9 @@ bool Mailbox::collect(int from) {
         if (delivery->state == Delivery::State::Open) streams_in_.push_back(delivery);
       }
     }
-    cell.turn.store(number / kCells * 2 + 2, std::memory_order_release);
+    cell.turn.store(uint32_t(number / kCells * 2 + 2), std::memory_order_release);
     received_[from] = number + 1;
     board_->seat(from).mail.ring();  // it may wait for a free cell
-    moved = true;
   }
 }
 
@@ -319,18 +327,26 @@ void Mailbox::finish(Delivery& delivery) {
   bell().ring();
 }
 
-void Mailbox::fail(Delivery& delivery, Kind kind, const std::string& why) {
+bool Mailbox::fail(Delivery& delivery, Kind kind, const std::string& why) {
+  if (delivery.pipe) {
+    auto seen = Pipe::Open;
+    delivery.pipe->state.compare_exchange_strong(
+        seen, delivery.op == Op::Send ? Pipe::Abandoned : Pipe::Refused);
+    if (delivery.op == Op::Send && seen == Pipe::Taking &&
+        board_->obituary(delivery.peer, true).empty())
+      return false;
+    // What the sender has abandoned is refused all the same, so that it gets its pipe back.
+    if (delivery.op == Op::Recv) delivery.pipe->state.store(Pipe::Refused);
+  }
   delivery.error = std::make_exception_ptr(Failure(kind, why));
-  if (delivery.pipe && delivery.op == Op::Send) delivery.pipe->state.store(Pipe::Abandoned);
-  if (delivery.pipe && delivery.op == Op::Recv) delivery.pipe->state.store(Pipe::Refused);
   delivery.keep.reset();
   delivery.state.store(Delivery::State::Failed, std::memory_order_release);
   bell().ring();
+  return true;
 }
 
-bool Mailbox::progress() {
-  bool moved = false;
-  for (int peer = 0; peer < board_->size(); ++peer) moved |= collect(peer);
+void Mailbox::progress() {
+  for (int peer = 0; peer < board_->size(); ++peer) collect(peer);
   for (auto& box : outbox_) {
     while (!box.empty()) {
       auto delivery = box.front();
@@ -346,16 +362,15 @@ bool Mailbox::progress() {
       }
       box.pop_front();
       --waiting_out_;
-      moved = true;
     }
   }
   for (auto it = streams_in_.begin(); it != streams_in_.end();) {
-    moved |= pump_in(**it);
+    pump_in(**it);
     it = (*it)->state == Delivery::State::Open ? std::next(it) : streams_in_.erase(it);
   }
   for (auto it = streams_out_.begin(); it != streams_out_.end();) {
     Delivery& delivery = **it;
-    if (delivery.state != Delivery::State::Failed) moved |= pump_out(delivery);
+    if (delivery.state != Delivery::State::Failed) pump_out(delivery);
     // The pipe stays until the receiver has read it to the end, or will never do so.
     bool emptied = delivery.pipe->drained.load(std::memory_order_acquire) == delivery.pipe->bytes ||
                    delivery.pipe->state.load(std::memory_order_acquire) == Pipe::Refused;
@@ -366,11 +381,10 @@ bool Mailbox::progress() {
       ++it;
     }
   }
-  return moved;
 }
 
 // Fail what can no longer come to an end.
-void Mailbox::inspect(bool quiet) {
+void Mailbox::inspect(bool costly) {
   std::optional<Failure> broken;
   try {
     board_->check_broken();
@@ -380,7 +394,7 @@ void Mailbox::inspect(bool quiet) {
   std::vector<std::string> ends(board_->size());
   int others_gone = 0;
   for (int peer = 0; peer < board_->size(); ++peer) {
-    if (peer != rank_) ends[peer] = board_->obituary(peer, quiet);
+    if (peer != rank_) ends[peer] = board_->obituary(peer, costly);
     others_gone += !ends[peer].empty();
   }
   progress();  // what a peer did before its end still counts
@@ -411,8 +425,10 @@ void Mailbox::inspect(bool quiet) {
   });
   for (auto& box : outbox_) {
     for (auto& delivery : box) judge(*delivery);
-    waiting_out_ -= std::erase_if(
-        box, [&](auto& delivery) { return failed(delivery) || !ends[delivery->peer].empty(); });
+    waiting_out_ -= std::erase_if(box, [&](auto& delivery) {
+      return failed(delivery) || broken || !ends[delivery->peer].empty() ||
+             delivery->deadline.passed();
+    });
   }
 }
 
@@ -424,26 +440,32 @@ void Mailbox::wait(Delivery& delivery, const Deadline& patience) {
     return delivery.state.load(std::memory_order_relaxed) != Delivery::State::Open;
   };
   const Deadline& sooner = patience.at() < delivery.deadline.at() ? patience : delivery.deadline;
-  wait_until(bell(), spin_, sooner, ready, [&](bool quiet) {
+  wait_until(bell(), spin_, sooner, ready, [&](bool costly) {
     {
       std::lock_guard lock(mutex_);
-      inspect(quiet);
+      inspect(costly);
       if (delivery.state != Delivery::State::Open) return;
       if (patience.passed())
         throw Failure(Kind::Timeout, headline(delivery) + ": not done when wait() timed out");
     }
-    if (quiet) check_interrupt();
+    if (costly) check_interrupt();
   });
   if (delivery.state == Delivery::State::Failed) std::rethrow_exception(delivery.error);
 }
 
 void Mailbox::cancel(Delivery& delivery) {
-  std::lock_guard lock(mutex_);
-  if (delivery.state != Delivery::State::Open) return;
-  fail(delivery, Kind::Backend, headline(delivery) + ": given up");
-  auto given_up = [&](auto& open) { return open.get() == &delivery; };
-  asked_.remove_if(given_up);
-  streams_in_.remove_if(given_up);
+  auto gone = [&] {
+    std::lock_guard lock(mutex_);
+    progress();
+    if (delivery.state != Delivery::State::Open) return true;
+    if (!fail(delivery, Kind::Backend, headline(delivery) + ": given up")) return false;
+    auto given_up = [&](auto& open) { return open.get() == &delivery; };
+    asked_.remove_if(given_up);
+    streams_in_.remove_if(given_up);
+    return true;
+  };
+  // A receiver that is reading the message is about to be done with it, or dead.
+  while (!gone()) std::this_thread::yield();
 }
 
 bool Mailbox::idle() const {
@@ -465,9 +487,9 @@ void Mailbox::run_courier() {
       return closing_ || idle();
     };
     Spin spin(false);
-    wait_until(bell(), spin, Deadline::in(-1), at_rest, [&](bool quiet) {
+    wait_until(bell(), spin, Deadline::in(-1), at_rest, [&](bool costly) {
       std::lock_guard lock(mutex_);
-      inspect(quiet);
+      inspect(costly);
     });
   }
 }

@@ -38,7 +38,8 @@ static_assert(sizeof(Cell) == 256);
 
 // Where a message that does not fit into a cell passes from the sender's memory to the receiver's.
 struct Pipe {
-  enum State : uint32_t { Open, Refused, Abandoned };
+  // Taking: the receiver is reading the sender's own memory, which must stay until it is done.
+  enum State : uint32_t { Open, Taking, Refused, Abandoned };
   uint64_t direct;    // shared address of the whole message, or 0 if it flows through `data`
   uint64_t bytes;     // of the message
   uint64_t capacity;  // of `data`
@@ -95,6 +96,11 @@ class Mailbox {
   // End it here and now: its tensor is not touched any more.
   void cancel(Delivery& delivery);
   void close();
+  // Forget a thread that a fork has not copied.
+  void release() {
+    closing_ = true;
+    new std::thread(std::move(courier_));
+  }
 
  private:
   struct Letter {  // arrived before anybody asked for it
@@ -107,16 +113,17 @@ class Mailbox {
   };
   using Deliveries = std::list<std::shared_ptr<Delivery>>;
 
-  bool progress();  // all that can move without waiting; true if something did
+  void progress();  // all that can move without waiting
   bool launch(const std::shared_ptr<Delivery>& delivery);
-  bool pump_out(Delivery& delivery);
-  bool pump_in(Delivery& delivery);
-  bool collect(int from);
+  void pump_out(Delivery& delivery);
+  void pump_in(Delivery& delivery);
+  void collect(int from);
   bool match(Delivery& recv);
   void accept(Delivery& recv, Letter& letter);
   void finish(Delivery& delivery);
-  void fail(Delivery& delivery, Kind kind, const std::string& why);
-  void inspect(bool quiet);
+  // False if it cannot be failed now, because the receiver is reading it.
+  bool fail(Delivery& delivery, Kind kind, const std::string& why);
+  void inspect(bool costly);
   bool idle() const;
   void open_pipe(Delivery& delivery);
   void close_pipe(Delivery& delivery);
@@ -134,7 +141,7 @@ class Mailbox {
   bool closing_ = false;
 
   std::vector<uint32_t> pipes_out_;        // not yet read to the end, per peer
-  std::vector<uint32_t> sent_, received_;  // cells used so far, per peer
+  std::vector<uint64_t> sent_, received_;  // cells used so far, per peer
   std::vector<std::deque<std::shared_ptr<Delivery>>>
       outbox_;                           // sends that have no cell yet, per peer
   size_t waiting_out_ = 0;               // deliveries in all outboxes

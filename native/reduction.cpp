@@ -18,10 +18,6 @@ size_t inline_limit(const Board& board) {
   return board.threads() ? kThreads : kProcesses;
 }
 
-bool apart(const View& a, const View& b, size_t item) {
-  return a.data + a.count * item <= b.data || b.data + b.count * item <= a.data;
-}
-
 }  // namespace
 
 void Combine::into(const Call& call, std::span<void* const> dsts, size_t count) {
@@ -63,14 +59,14 @@ void Group::reduce(Passage& passage) {
   if (bytes <= inline_limit(*board_)) return reduce_inline(passage, bytes);
 
   // An output that lies across inputs which the others have yet to read is written at the end.
-  std::unique_ptr<std::byte[]> aside;
+  std::byte* aside = nullptr;
   View result = scatters ? call.outputs[0] : View{};
   for (int rank = 0; scatters && !aside && rank < p; ++rank) {
     const View& input = call.inputs[rank];
     bool in_place = rank == rank_ && input.data == result.data;
-    if (!in_place && !apart(input, result, item)) aside.reset(new std::byte[result.count * item]);
+    if (!in_place && overlap(input, result, item)) aside = call.need(result.count * item);
   }
-  if (aside) call.outputs[0].data = aside.get();
+  if (aside) call.outputs[0].data = aside;
 
   bool direct = true;
   for (int rank = 0; rank < int(call.inputs.size()); ++rank) {
@@ -95,7 +91,7 @@ void Group::reduce(Passage& passage) {
     reduce_direct(passage);
   else
     reduce_staged(passage, direct_ranks == 0);
-  if (aside) std::memcpy(result.data, aside.get(), result.count * item);
+  if (aside) std::memcpy(result.data, aside, result.count * item);
 }
 
 // Every rank's whole vector is in its seat: one meeting and it is done.

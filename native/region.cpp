@@ -1,5 +1,8 @@
 #include "region.hpp"
 
+#include <sys/random.h>
+#include <unistd.h>
+
 #include <atomic>
 #include <list>
 #include <map>
@@ -11,28 +14,40 @@
 namespace phalanx {
 namespace {
 
-// Every region starts with the number of ranks that have it open.
-using Users = std::atomic<uint32_t>;
+// Every region starts with who it is and how many ranks have it open. The memory of a region that
+// all have closed may be anything by now: then the id is another.
+struct Head {
+  std::atomic<uint64_t> id;
+  std::atomic<uint32_t> users;
+};
 constexpr size_t kHead = 64;
 
-Users& users(std::byte* base) { return *reinterpret_cast<Users*>(base); }
+Head& head(std::byte* base) { return *reinterpret_cast<Head*>(base); }
+
+uint64_t new_id() {
+  uint64_t id = 0;
+  while (id == 0)
+    if (::getrandom(&id, sizeof id, 0) != ssize_t(sizeof id))
+      throw Failure(Kind::Backend, "getrandom failed");
+  return id;
+}
 
 // What a rank held of a region that it has closed before the others.
 struct Remains {
   std::byte* base;
+  uint64_t id;
   std::shared_ptr<HeapView> view;
-  std::vector<Block> blocks;
+  std::vector<std::shared_ptr<void>> parked;
 };
 
 // Regions of this process: those open to its threads, by number, and the remains of closed ones.
 struct Registry {
   std::mutex mutex;
-  uint64_t next = 1;
   std::map<uint64_t, Block> plain;
   std::list<Remains> closed;
 
   void sweep() {
-    closed.remove_if([](Remains& remains) { return users(remains.base) == 0; });
+    closed.remove_if([](Remains& remains) { return head(remains.base).id != remains.id; });
   }
 };
 
@@ -47,21 +62,22 @@ std::shared_ptr<Region> Region::create(size_t bytes, bool threads) {
   std::shared_ptr<Region> region(new Region);
   region->threads_ = threads;
   region->block_ = threads ? Block::plain(kHead + bytes) : Block::shared(kHead + bytes);
-  region->base_ = region->block_.data();
-  users(region->base_) = 1;
+  region->id_ = new_id();
   std::lock_guard lock(registry().mutex);
   registry().sweep();
   std::ostringstream ticket;
   if (threads) {
-    uint64_t number = registry().next++;
-    registry().plain[number] = region->block_;
-    ticket << "threads " << number;
+    registry().plain[region->id_] = region->block_;
+    ticket << "threads " << region->id_;
   } else {
     const HeapAddress& heap = Heap::mine()->address();
-    ticket << "processes " << heap.pid << ' ' << heap.fd << ' ' << heap.start_time << ' '
-           << heap.nonce << ' ' << heap.size << ' ' << Heap::mine()->offset(region->base_);
+    ticket << "processes " << region->id_ << ' ' << heap.pid << ' ' << heap.fd << ' ' << heap.nonce
+           << ' ' << heap.size << ' ' << Heap::mine()->offset(region->block_.data());
   }
   region->ticket_ = ticket.str();
+  region->base_ = region->block_.data();
+  head(region->base_).users = 1;
+  head(region->base_).id = region->id_;
   return region;
 }
 
@@ -69,48 +85,50 @@ std::shared_ptr<Region> Region::open(const std::string& ticket) {
   std::shared_ptr<Region> region(new Region);
   std::istringstream fields(ticket);
   std::string kind;
-  fields >> kind;
+  fields >> kind >> region->id_;
+  std::byte* base = nullptr;
   if (kind == "threads") {
-    uint64_t number = 0;
-    fields >> number;
     std::lock_guard lock(registry().mutex);
-    auto found = registry().plain.find(number);
-    if (!fields || found == registry().plain.end())
-      throw Failure(Kind::Backend,
-                    "no region '" + ticket + "' in this process (its world has ended)");
+    auto found = registry().plain.find(region->id_);
     region->threads_ = true;
-    region->block_ = found->second;
-    region->base_ = region->block_.data();
-    users(region->base_) += 1;
+    if (found != registry().plain.end()) region->block_ = found->second;
+    base = region->block_.data();
   } else {
     HeapAddress heap;
     uint64_t offset = 0;
-    fields >> heap.pid >> heap.fd >> heap.start_time >> heap.nonce >> heap.size >> offset;
+    fields >> heap.pid >> heap.fd >> heap.nonce >> heap.size >> offset;
     if (kind != "processes" || !fields)
       throw Failure(Kind::Backend, "not a region's ticket: '" + ticket + "'");
     region->view_ = HeapView::open(heap);
-    region->base_ = region->view_->at(offset);
-    users(region->base_) += 1;
+    base = region->view_->at(offset);
   }
+  // Counted in only while somebody has it open: a region that has ended is not brought back.
+  uint32_t users = base && head(base).id == region->id_ ? head(base).users.load() : 0;
+  while (users > 0 && !head(base).users.compare_exchange_weak(users, users + 1)) continue;
+  if (users == 0)
+    throw Failure(Kind::Backend, "what the ticket '" + ticket + "' stood for has ended");
+  region->base_ = base;
   region->ticket_ = ticket;
   return region;
 }
 
 Region::~Region() {
-  if (!base_) return;
+  // A forked child has copies of its parent's regions and no say in them.
+  if (!base_ || pid_ != ::getpid()) return;
   std::lock_guard lock(registry().mutex);
-  uint32_t left = --users(base_);
-  if (threads_ && left == 0) registry().plain.erase(std::stoull(ticket_.substr(8)));
-  if (left > 0 && (block_ || !parked_.empty())) {
-    if (block_) parked_.push_back(std::move(block_));
-    registry().closed.push_back({base_, std::move(view_), std::move(parked_)});
+  if (--head(base_).users == 0) {
+    head(base_).id = 0;
+    if (threads_) registry().plain.erase(id_);
+  } else if (block_ || !parked_.empty()) {
+    if (block_) parked_.push_back(std::make_shared<Block>(std::move(block_)));
+    registry().closed.push_back({base_, id_, std::move(view_), std::move(parked_)});
   }
   registry().sweep();
 }
 
-void Region::park(Block block) {
+void Region::park(std::shared_ptr<void> lent) {
   std::lock_guard lock(mutex_);
-  parked_.push_back(std::move(block));
+  parked_.push_back(std::move(lent));
 }
 
 std::byte* Region::data() const { return base_ + kHead; }

@@ -2,6 +2,8 @@
 // through the store. It is given back when the last rank that has it open lets go.
 #pragma once
 
+#include <unistd.h>
+
 #include <memory>
 #include <mutex>
 #include <string>
@@ -21,17 +23,19 @@ class Region {
   std::byte* data() const;
   bool threads() const { return threads_; }
   const std::string& ticket() const { return ticket_; }
-  // Keep a block of this rank's until all ranks have closed the region: they may still read it.
-  void park(Block block);
+  // Keep something of this rank's until all ranks have closed the region: they may still use it.
+  void park(std::shared_ptr<void> lent);
 
  private:
-  Region() = default;
+  Region() : pid_(::getpid()) {}
+  const int pid_;
+  uint64_t id_ = 0;
   std::string ticket_;
   Block block_;                     // the creator's, and every thread's
   std::shared_ptr<HeapView> view_;  // in other processes than the creator's
   bool threads_ = false;
   std::mutex mutex_;
-  std::vector<Block> parked_;
+  std::vector<std::shared_ptr<void>> parked_;
   std::byte* base_ = nullptr;
 };
 

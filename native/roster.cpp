@@ -26,10 +26,16 @@ struct Roster::Member {
   char why[4096];
 };
 
-Roster::Roster(std::shared_ptr<Region> region) : region_(std::move(region)) {
-  views_.resize(size());
-  bases_ = std::vector<std::atomic<std::byte*>>(size());
+namespace {
+
+bool has_ended(const HeapAddress& process) {
+  uint64_t start = process_start_time(process.pid);
+  return start != kUnknownStart && start != process.start_time;
 }
+
+}  // namespace
+
+Roster::Roster(std::shared_ptr<Region> region) : region_(std::move(region)) {}
 
 Roster::Header& Roster::header() const { return *reinterpret_cast<Header*>(region_->data()); }
 
@@ -69,10 +75,10 @@ void Roster::join(int rank, Deadline deadline) {
   int next = 0;
   auto await = [&](auto&& ready) {
     Spin spin(false);
-    wait_until(header().bell, spin, deadline, ready, [&](bool quiet) {
+    wait_until(header().bell, spin, deadline, ready, [&](bool costly) {
       std::string missing;
       for (int peer = 0; peer < size(); ++peer) {
-        if (quiet && member(peer).presence == Presence::Here) {
+        if (costly && member(peer).presence == Presence::Here) {
           std::string end = obituary(peer, true);
           if (!end.empty()) throw Failure(Kind::PeerFailed, "init_process_group: " + end);
         }
@@ -80,9 +86,11 @@ void Roster::join(int rank, Deadline deadline) {
           missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
       }
       if (deadline.passed())
-        throw Failure(Kind::Timeout, "init_process_group on rank " + std::to_string(rank) +
-                                         " timed out: these ranks have not joined: " + missing);
-      if (quiet) check_interrupt();
+        throw Failure(Kind::Timeout,
+                      "init_process_group on rank " + std::to_string(rank) + " timed out: " +
+                          (missing.empty() ? "not all ranks have reached all others"
+                                           : "these ranks have not joined: " + missing));
+      if (costly) check_interrupt();
     });
   };
   await([&] {
@@ -91,7 +99,9 @@ void Roster::join(int rank, Deadline deadline) {
     return next == size();
   });
   if (threads()) return;
+  // Nobody goes on before all have mapped all, so what a rank leaves behind can still be read.
   for (int peer = 0; peer < size(); ++peer) {
+    heaps_.push_back(HeapView::open(member(peer).heap));
     char header_bytes[8];
     if (!try_read(peer, header_bytes, member(peer).base, sizeof header_bytes))
       header().reading_is_denied = true;
@@ -133,8 +143,9 @@ void Roster::leave(int rank) {
 void Roster::fail(int rank, const std::string& why) {
   Member& me = member(rank);
   if (me.presence == Presence::Failed) return;
+  // The end of a traceback says what happened.
   size_t length = std::min(why.size(), sizeof me.why);
-  std::memcpy(me.why, why.data(), length);
+  std::memcpy(me.why, why.data() + why.size() - length, length);
   me.why_length = uint32_t(length);
   me.presence = Presence::Failed;
   header().bell.ring();
@@ -155,7 +166,7 @@ std::string Roster::obituary(int rank, bool ask_system) const {
     case Presence::Left:
       return title(rank) + " has finished and left its groups";
     case Presence::Here:
-      if (ask_system && !threads() && process_start_time(peer.heap.pid) != peer.heap.start_time)
+      if (ask_system && !threads() && has_ended(peer.heap))
         return title(rank) + " is gone: it was killed or crashed";
       return "";
     default:
@@ -164,22 +175,7 @@ std::string Roster::obituary(int rank, bool ask_system) const {
 }
 
 std::byte* Roster::reach(int rank, uint64_t offset) const {
-  if (threads()) return reinterpret_cast<std::byte*>(offset);
-  // Release/acquire: whoever sees the base also sees the mapping that it points into.
-  std::byte* base = bases_[rank].load(std::memory_order_acquire);
-  if (!base) {
-    std::lock_guard lock(mutex_);
-    try {
-      views_[rank] = HeapView::open(member(rank).heap);
-    } catch (const Failure&) {
-      std::string end = obituary(rank, true);
-      if (!end.empty()) throw Failure(Kind::PeerFailed, end);
-      throw;
-    }
-    base = views_[rank]->at(0);
-    bases_[rank].store(base, std::memory_order_release);
-  }
-  return base + offset;
+  return threads() ? reinterpret_cast<std::byte*>(offset) : heaps_[rank]->at(offset);
 }
 
 }  // namespace phalanx

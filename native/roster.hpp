@@ -51,9 +51,7 @@ class Roster {
   Member& member(int rank) const;
 
   std::shared_ptr<Region> region_;
-  mutable std::mutex mutex_;
-  mutable std::vector<std::shared_ptr<HeapView>> views_;  // opened on first use
-  mutable std::vector<std::atomic<std::byte*>> bases_;
+  std::vector<std::shared_ptr<HeapView>> heaps_;  // of all ranks, mapped in join
 };
 
 }  // namespace phalanx

@@ -33,11 +33,11 @@ void Bell::wake() {
   futex(rings, FUTEX_WAKE, INT_MAX, nullptr);
 }
 
-bool Bell::sleep(uint32_t seen, Clock::duration longest) {
+void Bell::sleep(uint32_t seen, Clock::duration longest) {
   auto nanoseconds = std::chrono::duration_cast<std::chrono::nanoseconds>(longest).count();
+  if (nanoseconds <= 0) return;
   timespec timeout{time_t(nanoseconds / 1'000'000'000), long(nanoseconds % 1'000'000'000)};
   futex(rings, FUTEX_WAIT, seen, &timeout);
-  return rings.load(std::memory_order_acquire) != seen;
 }
 
 std::string seconds_text(double seconds) {

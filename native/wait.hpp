@@ -42,9 +42,8 @@ struct alignas(64) Bell {
   }
   void wake();
 
-  // Sleep until the next ring, `seen` having been read before the last look; false if none came
-  // (time ran out, or a signal arrived).
-  bool sleep(uint32_t seen, Clock::duration longest);
+  // Sleep until the next ring, `seen` having been read before the last look, or a signal.
+  void sleep(uint32_t seen, Clock::duration longest);
 };
 
 constexpr auto kSlice = std::chrono::milliseconds(50);
@@ -81,8 +80,9 @@ inline void pause_core() {
 #endif
 }
 
-// Wait until ready() holds. look(quiet) is called between sleeps and throws to give up; quiet says
-// that a slice went by with no ring, which is the time for costly looks (is a peer dead?).
+// Wait until ready() holds. look(costly) is called between sleeps and throws to give up; costly
+// says that a slice has passed, however busy, since the last such look: time to ask whether a peer
+// is dead.
 template <class Ready, class Look>
 void wait_until(Bell& bell, Spin& spin, const Deadline& deadline, Ready&& ready, Look&& look) {
   if (ready()) return;
@@ -95,22 +95,27 @@ void wait_until(Bell& bell, Spin& spin, const Deadline& deadline, Ready&& ready,
     }
     spin.wasted();
   }
-  bool quiet = false;
+  auto next_look = Clock::now() + kSlice;
+  bool costly = false;
   for (;;) {
     uint32_t seen = bell.rings.load(std::memory_order_acquire);
     struct Sleep {
       Bell& bell;
-      explicit Sleep(Bell& bell) : bell(bell) { bell.sleepers.fetch_add(1); }
+      explicit Sleep(Bell& bell) : bell(bell) {
+        bell.sleepers.fetch_add(1);
+#if !defined(__SANITIZE_THREAD__)
+        std::atomic_thread_fence(std::memory_order_seq_cst);  // the other half of Bell::ring
+#endif
+      }
       ~Sleep() { bell.sleepers.fetch_sub(1); }
     };
-    {
-      Sleep guard(bell);
-      if (ready()) return;
-      look(quiet);
-      auto left = deadline.at() - Clock::now();
-      quiet = left <= Clock::duration::zero() ||
-              !bell.sleep(seen, std::min<Clock::duration>(kSlice, left));
-    }
+    Sleep guard(bell);
+    if (ready()) return;
+    look(costly);
+    bell.sleep(seen, std::min(next_look, deadline.at()) - Clock::now());
+    auto now = Clock::now();
+    costly = now >= next_look || now >= deadline.at();
+    if (costly) next_look = now + kSlice;
   }
 }
 

@@ -15,7 +15,7 @@ from phalanx.testing.backend_kit import check_abort, check_backend, check_group
 def _make(rank: int, size: int, shared: dict[str, object]) -> local.LocalBackend:
     store = shared.setdefault("store", HashStore())
     ranks = list(range(size))
-    return local.create(BackendOptions(store, rank, size, 60.0, "kit", ranks, threads=True))
+    return local.create(BackendOptions(store, rank, size, 60.0, "kit", ranks, size, threads=True))
 
 
 def test_contract_on_threads() -> None:

@@ -94,6 +94,7 @@ class World:
             timeout=timeout,
             group_id=name,
             global_ranks=list(ranks),
+            world_size=self.size,
             threads=self.threads,
             shared=self.shared,
         )
@@ -146,6 +147,13 @@ class _Binding(threading.local):
 
 
 _bound = _Binding()
+
+
+def _forget() -> None:
+    _PROCESS.world = None
+
+
+os.register_at_fork(after_in_child=_forget)  # a forked child is no rank
 
 
 def current() -> World | None:
@@ -325,7 +333,7 @@ def init_process_group(
 def destroy_process_group(group: ProcessGroup | None = None) -> None:
     """Leave ``group``; for the default group (None), leave all groups and the world.
 
-    Waits for nobody. Operations still pending fail.
+    Waits for no other rank. What this rank has issued is brought to its end first.
     """
     if is_outside(group):
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
@@ -51,7 +52,7 @@ def _roster(options: BackendOptions) -> tuple[_native.Roster, bool]:
     else:
         roster = _native.Roster.open(options.store.get("roster").decode())
     roster.join(rank, options.timeout)
-    whole_world = options.global_ranks == list(range(size))
+    whole_world = size == options.world_size
     if whole_world:
         options.shared["roster"] = roster
     return roster, whole_world
@@ -79,7 +80,7 @@ class NativeWork(Work):
 
     def __init__(self, pending: _native.Pending, outputs: Sequence[Tensor]) -> None:
         self._pending = pending
-        self._outputs = outputs
+        self._outputs = list(outputs)
 
     def wait(self, timeout: Timeout | None = None) -> bool:
         self._pending.wait(-1.0 if timeout is None else seconds(timeout))
@@ -96,7 +97,7 @@ class NativeWork(Work):
         return None
 
     def result(self) -> list[Tensor]:
-        return list(self._outputs)
+        return self._outputs
 
     def source_rank(self) -> int:
         source = self._pending.source()
@@ -111,11 +112,19 @@ class LocalBackend(GroupBackend):
     def __init__(
         self, group: _native.Group, roster: _native.Roster, member: int, options: BackendOptions
     ) -> None:
-        super().__init__(options.group_rank, options.group_size, options.timeout)
         self._group = group
+        super().__init__(options.group_rank, options.group_size, options.timeout)
         self._roster = roster
         self._member = member
         _open_backends.add(self)
+
+    @property
+    def timeout(self) -> float:
+        return self._group.timeout
+
+    @timeout.setter
+    def timeout(self, timeout: float) -> None:
+        self._group.timeout = timeout
 
     def close(self) -> None:
         super().close()
@@ -306,6 +315,10 @@ def _factor(op: ReduceOp) -> float:
 
 def _work(pending: _native.Pending | None, outputs: Sequence[Tensor]) -> NativeWork | None:
     return None if pending is None else NativeWork(pending, outputs)
+
+
+# A forked child is not this rank, and does not speak for it.
+os.register_at_fork(after_in_child=_open_backends.clear)
 
 
 @atexit.register

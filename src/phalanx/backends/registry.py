@@ -15,9 +15,8 @@ class BackendOptions:
     """What a backend is told about the group that it is made for.
 
     ``store`` belongs to this group alone. ``group_id`` is the same on all members and unique in
-    their world. ``threads`` says that the ranks of the world are threads of this process.
-    ``shared`` is one dict per world and rank: what the groups of one rank have in
-    common.
+    their world of ``world_size``. ``threads`` says that the ranks of the world are threads of this
+    process. ``shared`` is one dict per world and rank: what the groups of one rank have in common.
     """
 
     store: Any
@@ -26,6 +25,7 @@ class BackendOptions:
     timeout: float
     group_id: str
     global_ranks: list[int]
+    world_size: int = -1
     threads: bool = False
     shared: dict[str, Any] = field(default_factory=dict)
 
