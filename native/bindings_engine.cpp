@@ -586,8 +586,6 @@ void bind_engine(nb::module_& m) {
   m.def(
       "heap_used", [] { return Heap::mine()->used(); },
       "Bytes allocated in this process' shared heap.");
-  m.def("usable_cores", &usable_cores, "Cores that this process may run on.");
-
   nb::class_<Roster>(m, "Roster", "Who is in a world: one record per rank in shared memory.")
       .def_static("create", &Roster::create, nb::arg("size"), nb::arg("threads"))
       .def_static("open", &Roster::open, nb::arg("ticket"),

@@ -83,7 +83,7 @@ Board::Board(std::shared_ptr<Roster> roster, std::vector<int> members,
 std::shared_ptr<Board> Board::create(std::shared_ptr<Roster> roster, std::vector<int> members) {
   int size = int(members.size());
   auto region = Region::create(bytes_for(size), roster->threads());
-  reinterpret_cast<Header*>(region->data())->crowded = size > usable_cores();
+  reinterpret_cast<Header*>(region->data())->crowded = size > roster->cores(members);
   return std::shared_ptr<Board>(
       new Board(std::move(roster), std::move(members), std::move(region)));
 }

@@ -11,6 +11,8 @@ namespace {
 constexpr size_t kChunk = 256 << 10;
 constexpr size_t kCrowdedChunk = 1 << 20;
 
+constexpr int kWoken = 1;  // ranks that the last one to arrive at a crowded meeting wakes
+
 int64_t nanoseconds(Clock::time_point at) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(at.time_since_epoch()).count();
 }
@@ -143,7 +145,7 @@ void Group::arrive(bool compare) {
   if (compare)
     board_->mismatch().store(same_digests() ? clock_ - 1 : clock_, std::memory_order_relaxed);
   board_->door().store(clock_, std::memory_order_release);
-  board_->bell().ring();
+  board_->bell().ring(kWoken);
 }
 
 bool Group::reached(int rank) const {
@@ -159,10 +161,14 @@ void Group::await(const Passage& passage) {
   };
   auto door = [&] { return int32_t(board_->door().load(std::memory_order_acquire) - clock_) >= 0; };
   auto on_look = [&](bool costly) { look(passage, costly); };
-  if (board_->crowded())
-    wait_until(board_->bell(), spin_, passage.deadline, door, on_look);
-  else
+  if (board_->crowded()) {
+    // Woken all at once, ranks would only fight for the few cores (and threads for the
+    // interpreter): each that wakes lets the next one in. Sleepers wake in the order in which they
+    // lay down, so none is passed over.
+    if (wait_until(board_->bell(), spin_, passage.deadline, door, on_look)) board_->bell().ring(1);
+  } else {
     wait_until(board_->bell(), spin_, passage.deadline, everybody, on_look);
+  }
 }
 
 bool Group::same_digests() const {
@@ -184,16 +190,16 @@ std::string Group::headline(const Passage& passage) const {
 
 void Group::look(const Passage& passage, bool costly) {
   board_->check_broken();
+  if (!costly) return;
   std::vector<int> missing;
   for (int rank = 0; rank < size(); ++rank) {
     if (rank == rank_ || reached(rank)) continue;
-    std::string end = board_->obituary(rank, costly);
+    std::string end = board_->obituary(rank, true);
     // Looked at again: it may have arrived here as its last deed.
     if (!end.empty() && !reached(rank))
       throw Failure(Kind::PeerFailed, headline(passage) + ": " + end);
     missing.push_back(rank);
   }
-  if (!costly) return;
   // All have arrived and yet the door is shut: the last one ended on its threshold.
   if (missing.empty())
     for (int rank = 0; rank < size(); ++rank)

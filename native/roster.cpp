@@ -22,6 +22,7 @@ struct Roster::Member {
   std::atomic<Presence> presence;
   HeapAddress heap;
   uint64_t base;  // of its heap in its own address space
+  cpu_set_t cores;
   std::atomic<uint32_t> why_length;
   char why[4096];
 };
@@ -69,6 +70,7 @@ void Roster::join(int rank, Deadline deadline) {
   else
     me.heap = Heap::mine()->address();
   me.base = threads() ? 0 : reinterpret_cast<uint64_t>(Heap::mine()->at(0));
+  me.cores = usable_cores();
   me.presence = Presence::Here;
   header().bell.ring();
 
@@ -109,6 +111,13 @@ void Roster::join(int rank, Deadline deadline) {
   header().probed.fetch_add(1);
   header().bell.ring();
   await([&] { return header().probed.load() == header().size; });
+}
+
+int Roster::cores(const std::vector<int>& ranks) const {
+  cpu_set_t all;
+  CPU_ZERO(&all);
+  for (int rank : ranks) CPU_OR(&all, &all, &member(rank).cores);
+  return CPU_COUNT(&all);
 }
 
 bool Roster::can_read() const { return !threads() && !header().reading_is_denied; }

@@ -37,6 +37,9 @@ class Roster {
   // Address of something in the heap of a rank.
   std::byte* reach(int rank, uint64_t offset) const;
 
+  // Cores that these ranks may use between them; each may be bound to some.
+  int cores(const std::vector<int>& ranks) const;
+
   // Whether every rank may read every other's private memory, and such a read. The system may
   // forbid it (ptrace_scope, seccomp); then data passes through shared memory instead.
   bool can_read() const;

@@ -1,7 +1,6 @@
 #include "wait.hpp"
 
 #include <linux/futex.h>
-#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -28,9 +27,9 @@ Deadline Deadline::after(Clock::time_point start, double seconds) {
       start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)));
 }
 
-void Bell::wake() {
+void Bell::wake(int most) {
   rings.fetch_add(1);
-  futex(rings, FUTEX_WAKE, INT_MAX, nullptr);
+  futex(rings, FUTEX_WAKE, uint32_t(most), nullptr);
 }
 
 void Bell::sleep(uint32_t seen, Clock::duration longest) {
@@ -46,10 +45,13 @@ std::string seconds_text(double seconds) {
   return text;
 }
 
-int usable_cores() {
+cpu_set_t usable_cores() {
   cpu_set_t cores;
-  if (::sched_getaffinity(0, sizeof cores, &cores) == 0) return CPU_COUNT(&cores);
-  return int(::sysconf(_SC_NPROCESSORS_ONLN));
+  CPU_ZERO(&cores);
+  // The call fails on machines with more cores than the set can name: then all that it can.
+  if (::sched_getaffinity(0, sizeof cores, &cores) != 0)
+    for (int core = 0; core < CPU_SETSIZE; ++core) CPU_SET(core, &cores);
+  return cores;
 }
 
 void set_interrupt_check(InterruptCheck check) { interrupt_check.store(check); }

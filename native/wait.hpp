@@ -2,9 +2,12 @@
 // futex in short slices, looking between slices for what ends a wait that will never be answered.
 #pragma once
 
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <climits>
 #include <cstdint>
 #include <string>
 
@@ -30,17 +33,17 @@ struct alignas(64) Bell {
   std::atomic<uint32_t> rings;
   std::atomic<uint32_t> sleepers;
 
-  void ring() {
+  void ring(int most = INT_MAX) {
     // Pairs with the seq_cst increment in Sleep: either this load sees the sleeper, or the sleeper,
     // which looks again after its increment, sees what was written before this fence.
 #if defined(__SANITIZE_THREAD__)
-    if (sleepers.fetch_add(0) != 0) wake();  // the same, in terms that the sanitizer knows
+    if (sleepers.fetch_add(0) != 0) wake(most);  // the same, in terms that the sanitizer knows
 #else
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (sleepers.load(std::memory_order_relaxed) != 0) wake();
+    if (sleepers.load(std::memory_order_relaxed) != 0) wake(most);
 #endif
   }
-  void wake();
+  void wake(int most = INT_MAX);
 
   // Sleep until the next ring, `seen` having been read before the last look, or a signal.
   void sleep(uint32_t seen, Clock::duration longest);
@@ -48,11 +51,13 @@ struct alignas(64) Bell {
 
 constexpr auto kSlice = std::chrono::milliseconds(50);
 
-// How long a waiter may burn its core before it sleeps: not at all where ranks outnumber cores,
-// else up to 200 us, and less while spinning has not paid. The least is what waking a sleeper
-// costs, so that ranks which have slept find back to spinning.
+// What a waiter does before it sleeps. Where every rank can have a core it spins, up to 200 us, and
+// less while that has not paid; the least is what waking a sleeper costs, so that ranks which have
+// slept find back to spinning. Where ranks outnumber cores it gives its core away, a few times
+// over: to a peer, if one can run.
 class Spin {
  public:
+  static constexpr int kTurns = 32;
   explicit Spin(bool allowed) : budget_(allowed ? kMost : 0) {}
   std::chrono::nanoseconds budget() const {
     return std::chrono::nanoseconds(budget_.load(std::memory_order_relaxed));
@@ -80,20 +85,28 @@ inline void pause_core() {
 #endif
 }
 
-// Wait until ready() holds. look(costly) is called between sleeps and throws to give up; costly
-// says that a slice has passed, however busy, since the last such look: time to ask whether a peer
-// is dead.
+// Wait until ready() holds; true if it took a sleep. look(costly) is called between sleeps and
+// throws to give up; costly says that a slice has passed, however busy, since the last such look:
+// time to ask whether a peer is dead.
 template <class Ready, class Look>
-void wait_until(Bell& bell, Spin& spin, const Deadline& deadline, Ready&& ready, Look&& look) {
-  if (ready()) return;
+bool wait_until(Bell& bell, Spin& spin, const Deadline& deadline, Ready&& ready, Look&& look) {
+  if (ready()) return false;
   if (auto budget = spin.budget(); budget.count() > 0) {
     for (auto until = Clock::now() + budget; Clock::now() < until;) {
       for (int i = 0; i < 16; ++i) {
-        if (ready()) return spin.paid();
+        if (ready()) {
+          spin.paid();
+          return false;
+        }
         pause_core();
       }
     }
     spin.wasted();
+  } else {
+    for (int i = 0; i < Spin::kTurns; ++i) {
+      ::sched_yield();
+      if (ready()) return false;
+    }
   }
   auto next_look = Clock::now() + kSlice;
   bool costly = false;
@@ -110,7 +123,7 @@ void wait_until(Bell& bell, Spin& spin, const Deadline& deadline, Ready&& ready,
       ~Sleep() { bell.sleepers.fetch_sub(1); }
     };
     Sleep guard(bell);
-    if (ready()) return;
+    if (ready()) return true;
     look(costly);
     bell.sleep(seen, std::min(next_look, deadline.at()) - Clock::now());
     auto now = Clock::now();
@@ -121,8 +134,8 @@ void wait_until(Bell& bell, Spin& spin, const Deadline& deadline, Ready&& ready,
 
 std::string seconds_text(double seconds);  // "0.5 s"
 
-// Cores that this process may use.
-int usable_cores();
+// Cores that the calling thread may use.
+cpu_set_t usable_cores();
 
 // Called between the slices of waits made on a user's thread; throws when that thread was
 // interrupted.

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import random
+import resource
 import signal
 import threading
 import time
@@ -119,22 +122,36 @@ def test_a_receiver_learns_that_its_sender_is_gone() -> None:
     assert results[1] is None
 
 
-def _sends_before_it_goes() -> float | None:
+def _has_ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def _sends_before_it_goes(ranks: str) -> float | None:
     if dist.get_rank() == 0:
-        dist.send(torch.full((1,), 1.0), 1)
+        dist.send(torch.tensor([os.getpid()]), 1)
+        for number in range(20):
+            dist.send(torch.full((1,), float(number)), 1, tag=number)
         dist.send(torch.full((1000,), 2.0), 1)
         return None
-    small, larger = torch.empty(1), torch.empty(1000)
-    Path("/proc/self/stat").read_text()  # no hurry
-    time.sleep(0.1)  # rank 0 is most likely gone by now; the outcome must not depend on it
-    dist.recv(small, 0)
+    pid, small, larger = torch.empty(1, dtype=torch.int64), torch.empty(1), torch.empty(1000)
+    dist.recv(pid, 0)
+    total = 0.0
+    for number in reversed(range(20)):
+        dist.recv(small, 0, tag=number)
+        total += small.item()
+    deadline = time.monotonic() + 20
+    while ranks == "processes" and not _has_ended(int(pid)) and time.monotonic() < deadline:
+        threading.Event().wait(0.01)
     dist.recv(larger, 0)
-    return (small.sum() + larger.sum()).item()
+    return total + larger.sum().item()
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_what_was_sent_before_leaving_arrives(ranks: str) -> None:
-    assert run_ranks(_sends_before_it_goes, 2, ranks=ranks)[1] == 2001.0
+    assert run_ranks(_sends_before_it_goes, 2, ranks, ranks=ranks)[1] == 190 + 2000
 
 
 def _times_out() -> None:
@@ -235,3 +252,164 @@ def test_a_group_whose_first_rank_failed_is_given_up(ranks: str) -> None:
     assert isinstance(results[1], dist.PeerFailed)
     assert "rank 0" in str(results[1])
     assert "lost" in str(results[1])
+
+
+def _forks() -> None:
+    dist.barrier()
+    if dist.get_rank() == 1:
+        child = os.fork()
+        if child == 0:
+            atexit._run_exitfuncs()  # as a child does that falls off its end
+            os._exit(0)
+        os.waitpid(child, 0)
+    dist.barrier()
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_does_not_speak_for_its_rank() -> None:
+    run_ranks(_forks, 2, ranks="processes")
+
+
+def _out_of_descriptors() -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        held = []
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.open("/dev/null", os.O_RDONLY))
+        try:
+            dist.recv(torch.empty(1), 1)
+        finally:
+            for descriptor in held:
+                os.close(descriptor)
+    else:
+        threading.Event().wait(0.2)  # long enough for the other to look around
+        dist.send(torch.empty(1), 0)
+
+
+def test_a_rank_without_descriptors_does_not_take_others_for_dead() -> None:
+    run_ranks(_out_of_descriptors, 2, ranks="processes")
+
+
+def _transfer(count: int) -> None:
+    tensor = torch.ones(count)
+    dist.send(tensor, 1) if dist.get_rank() == 0 else dist.recv(tensor, 0)
+
+
+def _refuses_often() -> None:
+    for _ in range(10):
+        with pytest.raises(dist.CollectiveMismatch):
+            _transfer(300_000 + dist.get_rank())
+    _transfer(300_000)
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_refused_messages_do_not_use_up_anything(ranks: str) -> None:
+    run_ranks(_refuses_often, 2, ranks=ranks)
+
+
+def _raises_at_length() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("\N{LATIN SMALL LETTER E WITH ACUTE}" * 5000 + " the end")
+    with pytest.raises(dist.PeerFailed, match="the end"):
+        dist.barrier()
+
+
+def test_a_long_message_in_any_script_is_passed_on() -> None:
+    with pytest.raises(ValueError, match="the end"):
+        run_ranks(_raises_at_length, 2)
+
+
+def _changes_its_list() -> None:
+    outputs = [torch.zeros(1000) for _ in range(2)]
+    first = outputs[0]
+    if dist.get_rank() == 1:
+        dist.recv(torch.empty(1), 0)
+    work = dist.all_gather(outputs, torch.ones(1000), async_op=True)
+    outputs.clear()
+    if dist.get_rank() == 0:
+        dist.send(torch.empty(1), 1)
+    work.wait()
+    assert (first == 1).all()
+    assert len(work.result()) == 2
+
+
+def test_an_operation_keeps_the_tensors_that_it_was_given() -> None:
+    run_ranks(_changes_its_list, 2)
+
+
+def _dies_among_the_busy() -> None:
+    rank = dist.get_rank()
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == 2:
+        with contextlib.suppress(dist.DistError):
+            while True:  # until rank 0 has left
+                dist.send(torch.empty(1), 0, tag=5)
+    else:
+        with pytest.raises(dist.PeerFailed, match="rank 1"):
+            dist.recv(torch.empty(1), 1)
+
+
+def test_messages_from_others_do_not_hide_a_death() -> None:
+    results = run_ranks(_dies_among_the_busy, 3, ranks="processes", return_exceptions=True)
+    assert results[0] is None
+    assert results[2] is None
+
+
+def _comes_too_late() -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with pytest.raises(dist.DistTimeout):
+            dist.new_group([0, 1], timeout=0.2)
+        tensor = dist.empty_shared(300_000, dtype=torch.uint8)
+        dist.send(torch.empty(1), 1)
+        dist.recv(torch.empty(1), 1)
+        assert not tensor.any()
+    else:
+        dist.recv(torch.empty(1), 0)
+        with pytest.raises(dist.DistBackendError):
+            dist.new_group([0, 1], timeout=0.2)
+        dist.send(torch.empty(1), 0)
+
+
+def test_a_group_that_was_given_up_is_not_brought_back() -> None:
+    run_ranks(_comes_too_late, 2, ranks="processes")
+
+
+def _shorter_timeout() -> None:
+    if dist.get_rank() == 0:
+        dist.group.WORLD.set_timeout(0.2)
+        with pytest.raises(dist.DistTimeout, match=r"0\.2 s"):
+            dist.barrier()
+    else:
+        with pytest.raises(dist.DistTimeout, match=r"0\.2 s"):
+            dist.recv(torch.empty(1), 0)
+
+
+def test_a_groups_timeout_can_be_changed() -> None:
+    run_ranks(_shorter_timeout, 2)
+
+
+def _destroys_in_a_handler() -> str:
+    dist.barrier(async_op=True).wait()
+    if dist.get_rank() == 1:
+        with pytest.raises(dist.PeerFailed):
+            dist.recv(torch.empty(1), 0)
+        return "told"
+
+    def handler(*_: object) -> None:
+        dist.destroy_process_group()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    with pytest.raises(KeyboardInterrupt):
+        dist.barrier()
+    return "destroyed"
+
+
+def test_a_group_can_be_destroyed_in_a_signal_handler() -> None:
+    assert run_ranks(_destroys_in_a_handler, 2, ranks="processes") == ["destroyed", "told"]

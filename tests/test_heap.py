@@ -114,6 +114,27 @@ def test_bits_do_not_depend_on_the_way_they_travel(count: int) -> None:
             assert torch.equal(shared, reference)
 
 
+def _closes_first() -> list[int]:
+    """Make and close groups, always before the other rank; return the heap's size after each."""
+    sizes = []
+    for _ in range(6):
+        group = dist.new_group([0, 1])
+        dist.all_reduce(torch.ones(100_000), group=group)
+        if dist.get_rank() == 0:
+            dist.recv(torch.empty(1), 1)
+        dist.destroy_process_group(group)
+        del group
+        if dist.get_rank() == 1:
+            dist.send(torch.empty(1), 0)
+        sizes.append(_native.heap_used())
+    return sizes
+
+
+def test_closed_groups_give_their_memory_back() -> None:
+    for sizes in run_ranks(_closes_first, 2, ranks="processes"):
+        assert sizes[-1] == sizes[1]
+
+
 def _many_worlds(path: str) -> tuple[int, ...]:
     """Come and go a thousand times; return what grew meanwhile."""
     rank = dist.get_rank()

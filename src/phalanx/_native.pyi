@@ -77,9 +77,6 @@ def in_heap(data: int, bytes: int) -> bool:
 def heap_used() -> int:
     """Return how many bytes are allocated in this process' shared heap."""
 
-def usable_cores() -> int:
-    """Return how many cores this process may run on."""
-
 class Roster:
     """Who is in a world: one record per rank in shared memory."""
 

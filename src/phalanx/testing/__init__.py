@@ -1,5 +1,7 @@
 """For testing programs that run on several ranks, and stores and backends of your own."""
 
+from phalanx.testing.backend_kit import check_backend
 from phalanx.testing.ranks import run_ranks
+from phalanx.testing.store_kit import check_store
 
-__all__ = ["run_ranks"]
+__all__ = ["check_backend", "check_store", "run_ranks"]
