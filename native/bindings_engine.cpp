@@ -287,6 +287,14 @@ class PendingDelivery : public Pending {
   std::shared_ptr<Delivery> delivery_;
 };
 
+// Native waits on this thread, one within the other if signal handlers call.
+thread_local int calls_under_way = 0;
+
+struct UnderWay {
+  UnderWay() { ++calls_under_way; }
+  ~UnderWay() { --calls_under_way; }
+};
+
 // A rank's end of a group: the collectives in their lane and the mailbox beside it.
 class Engine {
  public:
@@ -320,6 +328,11 @@ class Engine {
   void alarm() { board_->wake_all(); }
   void close() {
     nb::gil_scoped_release unlock;
+    // Called by a signal handler on top of a call that waits: that call would never end.
+    if (calls_under_way > 0)
+      board_->break_up(Kind::PeerFailed, "rank " + std::to_string(group_.rank()) +
+                                             " has destroyed the group '" + group_.name() +
+                                             "' in the middle of an operation");
     lane_.close();
     mailbox_->close();
     board_->leave(group_.rank());
@@ -464,6 +477,7 @@ class Engine {
       bool done;
       try {
         nb::gil_scoped_release unlock;
+        UnderWay call_under_way;
         done = lane_.try_run([&] { group_.run(call); });
       } catch (...) {
         // The others may still use what was lent to them.
@@ -488,6 +502,7 @@ class Engine {
     if (async) return nb::cast(pending);
     {
       nb::gil_scoped_release unlock;
+      UnderWay call_under_way;
       pending->wait(-1);
     }
     return nb::none();
@@ -502,6 +517,7 @@ class Engine {
     if (async) delivery->keep = Graveyard::keep(tensor);
     {
       nb::gil_scoped_release unlock;
+      UnderWay call_under_way;
       mailbox_->start(delivery, async);
       try {
         if (!async) mailbox_->wait(*delivery, delivery->deadline);
@@ -609,6 +625,7 @@ void bind_engine(nb::module_& m) {
           [](Pending& pending, double timeout) {
             {
               nb::gil_scoped_release unlock;
+              UnderWay call_under_way;
               pending.wait(timeout);
             }
             Graveyard::empty();

@@ -20,16 +20,18 @@ bool Job::wait(Clock::time_point until) {
 }
 
 void Job::run() {
-  std::exception_ptr error;
   try {
     body_();
   } catch (...) {
-    error = std::current_exception();
+    outcome_ = std::current_exception();
   }
   body_ = nullptr;  // lets go of what the call kept alive
+}
+
+void Job::finish() {
   {
     std::lock_guard lock(mutex_);
-    error_ = error;
+    error_ = outcome_;
     done_ = true;
   }
   changed_.notify_all();
@@ -58,9 +60,10 @@ void Lane::work() {
     busy_ = true;
     lock.unlock();
     job->run();
-    job.reset();
     lock.lock();
     busy_ = false;
+    job->finish();  // whoever waited for it finds the lane idle
+    job.reset();
   }
 }
 

@@ -25,7 +25,9 @@ class Job {
  private:
   friend class Lane;
   void run();
+  void finish();
   std::function<void()> body_;
+  std::exception_ptr outcome_;  // the worker's own until it is shown as error_
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool done_ = false;
