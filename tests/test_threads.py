@@ -195,10 +195,11 @@ class TestEndings:
 
     def test_an_interrupt_ends_the_ranks(self) -> None:
         ended = []
+        both_run = threading.Barrier(2)
 
         def fn() -> None:
             try:
-                dist.barrier()
+                both_run.wait(20)
                 if dist.get_rank() == 0:
                     os.kill(os.getpid(), signal.SIGINT)
                 while True:
