@@ -8,6 +8,8 @@ import os
 import random
 import resource
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -413,3 +415,31 @@ def _destroys_in_a_handler() -> str:
 
 def test_a_group_can_be_destroyed_in_a_signal_handler() -> None:
     assert run_ranks(_destroys_in_a_handler, 2, ranks="processes") == ["destroyed", "told"]
+
+
+_RAISES = """
+import sys, torch, phalanx as dist
+dist.init_process_group(init_method=sys.argv[1], rank=int(sys.argv[2]), world_size=2)
+dist.barrier()
+if dist.get_rank() == 1:
+    raise ValueError("bad batch")
+try:
+    dist.all_reduce(torch.ones(2))
+except dist.PeerFailed as error:
+    print(error)
+"""
+
+
+def test_an_uncaught_exception_is_told_to_the_others(tmp_path: Path) -> None:
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _RAISES, f"file://{tmp_path}/store", str(rank)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=60)[0] for rank in ranks]
+    assert "rank 1" in told[0]
+    assert "ValueError: bad batch" in told[0]

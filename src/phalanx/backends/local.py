@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
+import traceback
 import weakref
 from collections.abc import Sequence
 from typing import Any, ClassVar, cast
@@ -323,6 +325,12 @@ os.register_at_fork(after_in_child=_open_backends.clear)
 
 @atexit.register
 def _leave_at_exit() -> None:
-    # A rank that ends without destroying its groups must not keep the others waiting.
+    # A rank that ends without destroying its groups must not keep the others waiting, and one that
+    # ends by an exception (which Python keeps in sys.last_value) says so.
+    error = getattr(sys, "last_value", None)
     for backend in list(_open_backends):
-        backend.leave()
+        if error is None:
+            backend.leave()
+        else:
+            story = "".join(traceback.format_exception(error)).rstrip()
+            backend.fail(f"rank {backend._member} ended by an uncaught exception:\n{story}")
