@@ -104,6 +104,10 @@ class Engine {
     nb::gil_scoped_release unlock;
     board_->attend(group_.rank(), creator, site_, group_.timeout);
   }
+  void measure(bool compares, bool records) {
+    group_.compares = compares;
+    group_.records = records;
+  }
   nb::list history() const { return as_list(board_->seat(group_.rank())); }
   uint64_t sequence() const { return group_.sequence(); }
   double timeout() const { return group_.timeout; }
@@ -257,7 +261,7 @@ class Engine {
   template <class... Kept>
   nb::object issue(Call&& call, double timeout, bool async, Kept... kept) {
     Graveyard::empty();
-    Sites::find(call.site, call.api);
+    if (group_.records) Sites::find(call.site, call.api);
     call.timeout = timeout;
     call.part = batch_part;
     call.parts = batch_parts;
@@ -449,6 +453,8 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("ticket", &Engine::ticket)
       .def_prop_ro("sequence", &Engine::sequence)
       .def_prop_rw("timeout", &Engine::timeout, &Engine::set_timeout)
+      .def("measure", &Engine::measure, nb::arg("compares"), nb::arg("records"),
+           "Do without checks and records, to measure what they cost.")
       .def("history", &Engine::history, "This rank's last operations on the group, oldest first.")
       .def("attend", &Engine::attend, nb::arg("creator"),
            "Say that this rank is there; the creator returns when all are.")

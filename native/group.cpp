@@ -118,6 +118,7 @@ void Group::run(Call& call) {
 
 // Show how the operation ended, unless that has been shown already.
 void Group::conclude(const Passage& passage, Stage stage) {
+  if (!records) return;
   Posting& shown = board_->posting(rank_, passage.sequence);
   if (sequence() == passage.sequence && shown.stage_reached == Stage::Waiting)
     shown.reach(stage, now_ns());
@@ -126,14 +127,14 @@ void Group::conclude(const Passage& passage, Stage stage) {
 void Group::meet(Passage& passage, Offer offer) {
   Posting& posting = passage.posting;
   posting.offer = offer;
-  posting.show(board_->posting(rank_, passage.sequence));
+  if (records || offer > Offer::Inline) posting.show(board_->posting(rank_, passage.sequence));
   sequence_.store(passage.sequence, std::memory_order_relaxed);
   Seat& seat = board_->seat(rank_);
   seat.newest.store(passage.sequence, std::memory_order_release);
   posted_ = true;
   passage.call.lent = offer == Offer::Direct || offer == Offer::Remote;
   Line& line = seat.lines[(clock_ + 1) & 1];
-  line.digest = posting.digest();
+  line.digest = compares ? posting.digest() : 0;
   line.offer = offer;
   passage.meeting = true;
   if (!arrive(true)) throw_given_up(passage);

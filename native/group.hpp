@@ -78,6 +78,10 @@ class Group {
 
   void run(Call& call);
 
+  // To measure what they cost: whether postings are compared, and whether they are kept where the
+  // ways of the small can do without.
+  bool compares = true, records = true;
+
  private:
   // What is known of the operation under way. The posting is written here and shown at the meeting.
   struct Passage {
