@@ -192,13 +192,26 @@ std::string Roster::how_it_ended(int rank) const {
   return "is gone: it was killed (SIGKILL, perhaps for lack of memory) or left by os._exit";
 }
 
+// Of a rank that said goodbye at the end of its program, once the program has ended: a matter of
+// milliseconds, for which this waits.
+std::string Roster::exit_code(int rank, bool ask_system) const {
+  constexpr int64_t kPatience = 300'000'000;
+  const Member& peer = member(rank);
+  if (threads() || !ask_system || rank >= int(processes_.size())) return "";
+  while (!has_ended(peer.heap) && now_ns() - peer.ended_ns < kPatience) ::usleep(1000);
+  int status = has_ended(peer.heap) ? processes_[rank].status() : -1;
+  if (status < 0 || status & 0x7f) return "";
+  return " with exit code " + std::to_string(status >> 8) +
+         " (sys.exit, or the end of its program)";
+}
+
 std::string Roster::obituary(int rank, bool ask_system) const {
   const Member& peer = member(rank);
   switch (peer.presence.load(std::memory_order_acquire)) {
     case Presence::Failed:
       return title(rank) + " " + std::string(peer.why, peer.why_length);
     case Presence::Left:
-      return title(rank) + " has finished and will not come";
+      return title(rank) + " has ended" + exit_code(rank, ask_system) + " and will not come";
     case Presence::Here:
       if (ask_system && !threads() && has_ended(peer.heap))
         return title(rank) + " " + how_it_ended(rank);

@@ -59,6 +59,7 @@ class Roster {
   explicit Roster(std::shared_ptr<Region> region);
   bool try_read(int rank, void* into, uint64_t address, size_t bytes) const;
   std::string how_it_ended(int rank) const;
+  std::string exit_code(int rank, bool ask_system) const;
 
   std::shared_ptr<Region> region_;
   std::vector<std::shared_ptr<HeapView>> heaps_;  // of all ranks, mapped in join
