@@ -18,6 +18,46 @@ struct Roster::Header {
   std::atomic<bool> reading_is_denied;  // to at least one of them
 };
 
+// Written by its rank and read by others at any time: a reader that met a writer tries again.
+struct Roster::Note {
+  std::atomic<uint32_t> version;  // odd while being written
+  std::atomic<uint32_t> length;
+  std::atomic<uint64_t> words[1024];
+
+  void write(std::string text) {
+    if (text.size() > sizeof words) {
+      size_t start = text.size() - sizeof words;
+      while (start < text.size() && (text[start] & 0xC0) == 0x80) ++start;  // a whole character
+      text.erase(0, start);
+    }
+    version.fetch_add(1, std::memory_order_acq_rel);
+    std::atomic_thread_fence(std::memory_order_release);
+    length.store(uint32_t(text.size()), std::memory_order_relaxed);
+    for (size_t at = 0; at < text.size(); at += sizeof(uint64_t)) {
+      uint64_t word = 0;
+      std::memcpy(&word, text.data() + at, std::min(sizeof word, text.size() - at));
+      words[at / sizeof word].store(word, std::memory_order_relaxed);
+    }
+    version.fetch_add(1, std::memory_order_release);
+  }
+
+  // A writer that died in the middle leaves what can be read.
+  std::string read() const {
+    std::string text;
+    for (int attempt = 0; attempt < 100; ++attempt) {
+      uint32_t before = version.load(std::memory_order_acquire);
+      text.assign(std::min<size_t>(length.load(std::memory_order_relaxed), sizeof words), '\0');
+      for (size_t at = 0; at < text.size(); at += sizeof(uint64_t)) {
+        uint64_t word = words[at / sizeof word].load(std::memory_order_relaxed);
+        std::memcpy(text.data() + at, &word, std::min(sizeof word, text.size() - at));
+      }
+      std::atomic_thread_fence(std::memory_order_acquire);
+      if (before % 2 == 0 && version.load(std::memory_order_relaxed) == before) break;
+    }
+    return text;
+  }
+};
+
 struct Roster::Member {
   std::atomic<Presence> presence;
   HeapAddress heap;
@@ -25,6 +65,7 @@ struct Roster::Member {
   cpu_set_t cores;
   std::atomic<uint32_t> why_length;
   char why[4096];
+  Note note;
 };
 
 namespace {
@@ -181,6 +222,14 @@ std::string Roster::obituary(int rank, bool ask_system) const {
     default:
       return "";
   }
+}
+
+void Roster::note(int rank, const std::string& text) { member(rank).note.write(text); }
+
+std::vector<std::string> Roster::notes() const {
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < size(); ++rank) texts.push_back(member(rank).note.read());
+  return texts;
 }
 
 std::byte* Roster::reach(int rank, uint64_t offset) const {

@@ -34,6 +34,11 @@ class Roster {
   std::string obituary(int rank, bool ask_system) const;
   std::string title(int rank) const;  // "rank 2 (pid 4711)"
 
+  // A text that all ranks can read, also while the one that wrote it hangs or after its end. Of a
+  // long one the end is kept. Calls for one rank must not overlap.
+  void note(int rank, const std::string& text);
+  std::vector<std::string> notes() const;  // of all ranks; "" where there is none
+
   // Address of something in the heap of a rank.
   std::byte* reach(int rank, uint64_t offset) const;
 
@@ -47,6 +52,7 @@ class Roster {
 
  private:
   struct Header;
+  struct Note;
   struct Member;
   explicit Roster(std::shared_ptr<Region> region);
   Header& header() const;
