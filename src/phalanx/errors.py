@@ -15,6 +15,12 @@ RuntimeError
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+# Told of every new DistBackendError (copies made by pickle among them): whatever fails, and in
+# whatever thread, this is where a rank learns of it. Set by phalanx.debug.
+observer: Callable[[DistBackendError], None] = lambda error: None  # noqa: E731
+
 
 class DistError(RuntimeError):
     """Root of all errors raised by the package."""
@@ -34,6 +40,10 @@ class DistQueueEmptyError(DistStoreError):
 
 class DistBackendError(DistError):
     """An operation on a group failed."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        observer(self)
 
 
 class CollectiveMismatch(DistBackendError):

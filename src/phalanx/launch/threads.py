@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import queue
 import sys
 import threading
@@ -16,11 +17,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from phalanx import random, world
+from phalanx import logs, random, world
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle
 from phalanx.stores import HashStore
 
 T = TypeVar("T")
+
+_log = logs.area("launch")
 
 
 def run_threads(
@@ -124,6 +127,7 @@ class _Threads:
                 self.running[rank.rank] = thread
                 with _nobody():
                     thread.start()
+            _log.info("started %d ranks as threads of pid %d", len(self.ranks), os.getpid())
             self._wait()
             if self.running and (patient or not self.failures):
                 self.failures += overdue(self._stacks(), len(self.ranks), deadline or 0)
@@ -141,6 +145,7 @@ class _Threads:
             pass
         except BaseException as error:
             failure = Failure(rank.rank, as_error(error))
+            _log.info("rank %d failed: %s", rank.rank, failure)
             self.failures.append(failure)
             if not patient:
                 self.limit = min(self.limit, failure.when + GRACE)
