@@ -7,6 +7,8 @@ import os
 import pdb
 import sys
 from collections import Counter
+from collections.abc import Iterator
+from functools import cache
 from types import FrameType
 from typing import IO
 from weakref import WeakKeyDictionary
@@ -55,14 +57,16 @@ class _Debugger(pdb.Pdb):
     def __init__(self, world: World) -> None:
         stdin = _terminal()
         super().__init__(stdin=stdin, stdout=None if stdin is None else sys.stdout, nosigint=True)
+        self._rank = world.rank
         self.prompt = f"(rank {world.rank}) "
 
     def ask(self, frame: FrameType) -> None:
         """Take commands, in ``frame``, until one lets the program go on."""
         self.reset()
+        self.botframe = list(_outwards(frame))[-1]
         self.interaction(frame, None)
         if self.quitting:
-            raise bdb.BdbQuit
+            raise bdb.BdbQuit(f"pdb was quit on rank {self._rank}, or had no more input")
 
     def follow(self, frame: FrameType) -> None:
         """Trace the program from ``frame`` on, if the last command was to step or there are breaks.
@@ -71,12 +75,15 @@ class _Debugger(pdb.Pdb):
         """
         if self.stoplineno == -1 and not self.breaks:  # continue
             return
-        outer: FrameType | None = frame
-        while outer is not None:
-            outer.f_trace = self.trace_dispatch
-            self.botframe = outer
-            outer = outer.f_back
+        for each in _outwards(frame):
+            each.f_trace = self.trace_dispatch
         sys.settrace(self.trace_dispatch)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def _terminal() -> IO[str] | None:
@@ -86,7 +93,12 @@ def _terminal() -> IO[str] | None:
     """
     try:
         stdin = os.fstat(sys.stdin.fileno())
-    except (AttributeError, OSError, ValueError):
-        return None if sys.stdin is not None and not sys.stdin.closed else open(0, closefd=False)
-    is_null = os.path.samestat(stdin, os.stat(os.devnull))
-    return open(0, closefd=False) if is_null else None
+    except (AttributeError, OSError, ValueError):  # none, closed, or no file
+        return None if sys.stdin is not None and not sys.stdin.closed else _inherited()
+    return _inherited() if os.path.samestat(stdin, os.stat(os.devnull)) else None
+
+
+@cache
+def _inherited() -> IO[str]:
+    """Return the standard input that the process was started with; one, for it reads ahead."""
+    return open(0, closefd=False)

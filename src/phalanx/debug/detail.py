@@ -7,23 +7,20 @@ hangs.
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
-import zlib
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 
 from phalanx import logs, profiling
 from phalanx.backends.base import Call, GroupBackend
+from phalanx.debug import notes
+from phalanx.debug.notes import Entry, Statistics
 from phalanx.errors import DistBackendError
 from phalanx.group import ProcessGroup
 from phalanx.launch.outcomes import spell
@@ -31,7 +28,6 @@ from phalanx.types import Timeout
 from phalanx.work import Work
 from phalanx.world import World
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MESSAGES = frozenset({"send", "recv"})
 _COLLECTIVES = frozenset(
     {
@@ -51,7 +47,6 @@ _COLLECTIVES = frozenset(
         "scatter",
     }
 )
-_STACK_LIMIT = 5000  # characters; with the facts of past calls a note stays below its 8 KiB
 _HEADING = "seen at debug level DETAIL:"
 
 _log = {True: logs.area("p2p"), False: logs.area("collectives")}
@@ -69,103 +64,40 @@ def look_away(group: ProcessGroup) -> None:
         group.transport = group.backend
 
 
-class Statistics(NamedTuple):
-    """What is known of the tensors that a rank puts into an operation."""
-
-    shape: str = ""
-    checksum: int = 0
-    num_nan: int = 0
-    num_inf: int = 0
-
-    @classmethod
-    def of(cls, tensors: Sequence[Tensor]) -> Statistics:
-        if not tensors:
-            return cls()
-        checksum = num_nan = num_inf = 0
-        for tensor in tensors:
-            flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            checksum = zlib.crc32(flat.view(torch.uint8).numpy().data, checksum)
-            if flat.is_floating_point() or flat.is_complex():
-                known = flat.float() if flat.itemsize == 1 else flat  # little is defined on float8
-                num_nan += int(torch.isnan(known).sum())
-                num_inf += int(torch.isinf(known).sum())
-        first = tensors[0]
-        shape = f"{str(first.dtype).removeprefix('torch.')}{list(first.shape)}"
-        more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-        return cls(shape + more, checksum, num_nan, num_inf)
-
-    def __str__(self) -> str:
-        if not self.shape:
-            return "no input"
-        text = f"{self.shape}, checksum {self.checksum:08x}"
-        if self.num_nan or self.num_inf:
-            text += f", {self.num_nan} NaN, {self.num_inf} Inf"
-        return text
-
-
-@dataclass(frozen=True)
-class Called:
-    """One call, as its rank saw it; ``key`` is the same on all ranks that take part in it."""
+class Called(NamedTuple):
+    """One call, as its own rank knows it."""
 
     group: ProcessGroup
     name: str
-    key: str
-    title: str
+    entry: Entry
     statistics: Statistics
-    stack: traceback.StackSummary
+    site: str
 
-    @property
-    def site(self) -> str:
-        """Where it was made, as the engine's reports spell it."""
-        if not self.stack:
-            return "?"
-        frame = self.stack[-1]
-        text = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-        return text if frame.name == "<module>" else f"{text} in {frame.name}"
-
-
-class Note(NamedTuple):
-    """What a rank has left for the others: its latest calls by key, and the last one's stack."""
-
-    calls: dict[str, list[str]]  # title and statistics
-    stack: str
-
-    @classmethod
-    def read(cls, text: str) -> Note:
-        head, _, stack = text.partition("\n\n")
-        rows = (line.split("\t") for line in head.splitlines())
-        return cls({row[0]: row[1:] for row in rows if len(row) == 3}, stack)
-
-    def about(self, call: Called) -> str:
-        """Say what the rank has put into a call."""
-        if not self.calls:
-            return "not known: it has made no call at level DETAIL"
-        if call.key not in self.calls:
-            return "no such call among its latest"
-        title, statistics = self.calls[call.key]
-        return statistics if title == call.title else f"{title}: {statistics}"
-
-    @property
-    def latest(self) -> str:
-        """The title of the latest call."""
-        return next(reversed(self.calls.values()), [""])[0]
+    def __str__(self) -> str:
+        return self.entry.title
 
 
 class Diary:
     """The latest calls of one rank, on all its groups."""
 
     def __init__(self) -> None:
-        self._calls: deque[Called] = deque(maxlen=12)
+        self._entries: deque[Entry] = deque(maxlen=12)
 
     def add(self, call: Called) -> None:
         """Keep a call, note it for the other ranks, and log it."""
-        self._calls.append(call)
-        lines = [f"{each.key}\t{each.title}\t{each.statistics}" for each in list(self._calls)]
-        call.group.backend.note("\n".join(lines) + "\n\n" + _shown(call.stack))
-        log = _log[call.name in _MESSAGES]
-        log.debug("%s: %s, at %s", call.title, call.statistics, call.site)
-        if call.statistics.num_nan or call.statistics.num_inf:
-            log.warning("%s: the input has %s, at %s", call.title, call.statistics, call.site)
+        self._entries.append(call.entry)
+        call.group.backend.note(notes.written(list(self._entries)))
+        log, found = _log[call.name in _MESSAGES], call.statistics
+        log.debug("%s: %s, at %s", call, found, call.site)
+        if found.num_nan or found.num_inf:
+            log.warning(
+                "%s: %d NaN and %d Inf in the input (%s), at %s",
+                call,
+                found.num_nan,
+                found.num_inf,
+                found.shape,
+                call.site,
+            )
 
 
 _diaries: WeakKeyDictionary[World, Diary] = WeakKeyDictionary()
@@ -195,7 +127,7 @@ class Detailed:
             explain(error, call)
             raise
         finally:
-            if not kwargs.get("async_op"):
+            if name in _COLLECTIVES and not kwargs.get("async_op"):
                 self._issued = self._backend.sequence_number()
         return DetailedWork(result, call) if isinstance(result, Work) else result
 
@@ -221,7 +153,9 @@ class Detailed:
             names = ", ".join(sorted({each for each, _ in calls}))
             several = f" ({len(calls)} coalesced)" if name == "coalesce" else ""
             title = f"{names} #{sequence} {where}{several}"
-        return Called(group, name, key, title, Statistics.of(inputs), _user_stack(frame))
+        statistics, stack = Statistics.of(inputs), notes.user_stack(frame)
+        entry = Entry(key, title, str(statistics), notes.shown(stack))
+        return Called(group, name, entry, statistics, notes.site(stack))
 
 
 class DetailedWork(Work):
@@ -260,18 +194,29 @@ def explain(error: DistBackendError, call: Called) -> None:
     if _HEADING in text:
         return
     group = call.group
-    notes = [Note.read(note) for note in group.backend.notes()]
-    lines = [text, "", _HEADING, f"  inputs of {call.title}"]
-    stacks: dict[tuple[str, str], list[int]] = {}
-    for rank, note in enumerate(notes):
-        lines.append(f"    {_named(group, [rank])}: {note.about(call)}")
-        stacks.setdefault((note.latest, note.stack), []).append(rank)
-    lines.append("  the latest call of each rank")
-    for (latest, stack), ranks in stacks.items():
-        if latest:
-            lines.append(f"    {_named(group, ranks)}: {latest}")
-            lines += [f"    {line}" for line in stack.splitlines()]
+    lines = [text, "", _HEADING, f"  inputs of {call}"]
+    places: dict[tuple[str, str], list[int]] = {}
+    for rank, note in enumerate(group.backend.notes()):
+        entries = notes.read(note)
+        same = next((entry for entry in reversed(entries) if entry.key == call.entry.key), None)
+        lines.append(f"    {_named(group, [rank])}: {_input(call, same, bool(entries))}")
+        if entries:
+            shown = same if same and same.stack else entries[-1]
+            places.setdefault((shown.title, shown.stack), []).append(rank)
+    lines.append("  where each rank made this call, or else its latest")
+    for (title, stack), ranks in places.items():
+        lines.append(f"    {_named(group, ranks)}: {title}")
+        lines += [f"    {line}" for line in stack.splitlines()]
     error.args = ("\n".join(lines),)
+
+
+def _input(call: Called, same: Entry | None, has_called: bool) -> str:
+    """Say what a rank has put into a call, of which it has noted ``same``."""
+    if not has_called:
+        return "not known: it has made no call at level DETAIL"
+    if same is None:
+        return "not among its latest calls"
+    return same.statistics if same.title == str(call) else f"{same.title}: {same.statistics}"
 
 
 def _named(group: ProcessGroup, ranks: Sequence[int]) -> str:
@@ -285,27 +230,3 @@ def _inputs(name: str, args: tuple[Any, ...], rank: int) -> list[Tensor]:
     if name == "recv" or (name == "broadcast" and args[1] != rank):
         return []
     return profiling.inputs(name, args)
-
-
-def _user_stack(frame: FrameType) -> traceback.StackSummary:
-    """Return the stack of the call, the latest last, up to where it entered this package."""
-    inner: FrameType | None = frame
-    while inner is not None and inner.f_code.co_filename.startswith(_PACKAGE):
-        inner = inner.f_back
-    stack = traceback.StackSummary.extract(traceback.walk_stack(inner))
-    stack.reverse()
-    return stack
-
-
-def _shown(stack: traceback.StackSummary) -> str:
-    """Format a stack; of a deep one, the inner frames."""
-    frames = stack.format()
-    room = _STACK_LIMIT
-    shown: list[str] = []
-    for frame in reversed(frames):
-        room -= len(frame.encode())
-        if room < 0:
-            shown.append(f"  ({len(frames) - len(shown)} outer frames left out)\n")
-            break
-        shown.append(frame)
-    return "".join(reversed(shown)).rstrip()
