@@ -91,7 +91,7 @@ class Statistics(NamedTuple):
 
 
 def user_stack(frame: FrameType) -> traceback.StackSummary:
-    """Return the user's part of a stack, between the launcher and this package, inner frames last."""
+    """Return the part of a stack between the launcher and this package, the inner frames last."""
     inner: FrameType | None = frame
     while inner is not None and inner.f_code.co_filename.startswith(_INNER):
         inner = inner.f_back
