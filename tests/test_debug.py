@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 import traceback
 
@@ -14,7 +15,8 @@ import torch
 
 import phalanx as dist
 from phalanx import _native
-from phalanx.debug import levels, notes
+from phalanx.debug import detail as detail_of
+from phalanx.debug import levels, notes, watch
 from phalanx.debug.detail import Detailed
 from phalanx.debug.notes import Entry, Statistics
 from phalanx.testing.ranks import run_ranks
@@ -213,35 +215,42 @@ def test_a_mismatch_shows_inputs_and_stacks_of_all_ranks(detail, ranks):
 
 
 def absent(asynchronous):
+    rank, store = dist.get_rank(), dist.group.WORLD.get_group_store()
     tensor = torch.ones(2)
     dist.broadcast(tensor, 0)
-    if dist.get_rank() == 2:
-        time.sleep(1)
+    if rank == 2:
+        store.wait(["seen by 0", "seen by 1"])
         return None
-    try:
-        if asynchronous:
-            dist.all_reduce(tensor, async_op=True).wait()
-        else:
-            dist.all_reduce(tensor)
-    except dist.DistTimeout as error:
-        return str(error)
-    raise AssertionError("it did not time out")
+    text = ""
+    while "outside of any call" not in text:  # rank 2 has to be seen there first
+        with pytest.raises(dist.DistTimeout) as caught:
+            reduce_all(tensor, asynchronous)
+        text = str(caught.value)
+    store.set(f"seen by {rank}", "")
+    return text
+
+
+def reduce_all(tensor, asynchronous):
+    if asynchronous:
+        dist.all_reduce(tensor, async_op=True).wait()
+    else:
+        dist.all_reduce(tensor)
 
 
 @THREADS_AND_PROCESSES
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_timeout_shows_the_latest_call_of_who_is_absent(detail, ranks, asynchronous):
-    texts = run_ranks(absent, 3, asynchronous, ranks=ranks, group_timeout=0.3, timeout=8)
-    for text in texts[:2]:
+def test_a_timeout_shows_where_who_is_absent_stands(detail, ranks, asynchronous):
+    texts = run_ranks(absent, 3, asynchronous, ranks=ranks, group_timeout=0.3, timeout=15)
+    for rank, text in enumerate(texts[:2]):
         tail = text.partition("DETAIL")[2]
-        assert tail.count("checksum") == 2
-        assert "rank 2: broadcast #1 on group 'world'" in tail
-        assert "ranks 0-1: all_reduce #2 on group 'world'" in tail
-        assert "dist.broadcast(tensor, 0)" in tail
+        assert "float32[2], checksum" in tail
+        assert "rank 2: outside of any call, after broadcast #1 on group 'world'" in tail
+        assert 'store.wait(["seen by 0", "seen by 1"])' in tail
+        assert "in reduce_all" in tail, rank
     assert texts[2] is None
 
 
-def die(how):
+def die():
     if dist.get_rank() == 1:
         dist.barrier()
         os._exit(3)
@@ -250,10 +259,10 @@ def die(how):
 
 
 def test_what_a_dead_rank_has_noted_can_be_read(detail):
-    error, _ = run_ranks(die, 2, "exit", ranks="processes", timeout=8, return_exceptions=True)
+    error, _ = run_ranks(die, 2, ranks="processes", timeout=8, return_exceptions=True)
     assert isinstance(error, dist.PeerFailed)
     tail = str(error).partition("DETAIL")[2]
-    assert "rank 1: barrier #1 on group 'world'" in tail
+    assert "barrier #1 on group 'world'" in tail
     assert "in die" in tail
     assert "float32[2], checksum" in tail
 
@@ -337,6 +346,40 @@ def test_works_are_works_at_level_detail(detail):
         return work.source_rank()
 
     assert run_ranks(program, 2, timeout=8) == [0, 0]
+
+
+def test_a_rank_that_is_not_at_level_detail_is_said_to_be_unknown(unread):
+    def program():
+        with pytest.raises(dist.CollectiveMismatch) as caught:
+            dist.all_reduce(torch.ones(1 + dist.get_rank()))
+        dist.monitored_barrier(timeout=5)
+        return str(caught.value)
+
+    def only_rank_0(world, group):
+        if world.rank == 0:
+            detail_of.look_into(world, group)
+
+    unread.setattr(watch, "grouped", only_rank_0)
+    aware, unaware = run_ranks(program, 2, timeout=8)
+    assert "rank 0: float32[1], checksum" in aware
+    assert "rank 1: not known" in aware
+    assert "DETAIL" not in unaware
+
+
+def lock_up():
+    assert "phalanx-detail" in [thread.name for thread in threading.enumerate()]
+    with pytest.raises(dist.Deadlock, match="DETAIL"):
+        dist.recv(torch.ones(1), 1 - dist.get_rank())
+    dist.monitored_barrier(timeout=5)
+
+
+@THREADS_AND_PROCESSES
+def test_what_looks_at_ranks_hides_no_deadlock_and_ends_with_them(detail, ranks):
+    run_ranks(lock_up, 2, ranks=ranks, timeout=8)
+    for thread in threading.enumerate():
+        if thread.name == "phalanx-detail":
+            thread.join(5)
+            assert not thread.is_alive()
 
 
 # Breakpoints

@@ -8,18 +8,18 @@ hangs.
 from __future__ import annotations
 
 import sys
-from collections import deque
+import time
 from collections.abc import Sequence
 from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
 from phalanx import logs, profiling
 from phalanx.backends.base import Call, GroupBackend
-from phalanx.debug import notes
+from phalanx.debug import diary, notes
+from phalanx.debug.diary import Diary
 from phalanx.debug.notes import Entry, Statistics
 from phalanx.errors import DistBackendError
 from phalanx.group import ProcessGroup
@@ -55,13 +55,16 @@ _log = {True: logs.area("p2p"), False: logs.area("collectives")}
 def look_into(world: World, group: ProcessGroup) -> None:
     """Have all operations of a group looked into."""
     if group.transport is group.backend:
-        group.transport = cast(GroupBackend, Detailed(group, _diaries.setdefault(world, Diary())))
+        detailed = Detailed(group, diary.of(world, group.backend))
+        group.transport = cast(GroupBackend, detailed)
 
 
-def look_away(group: ProcessGroup) -> None:
-    """Undo `look_into`."""
-    if isinstance(group.transport, Detailed):
-        group.transport = group.backend
+def look_away(world: World) -> None:
+    """Look into the operations of a world's groups no longer."""
+    diary.close(world)
+    for group in list(world.groups.values()):
+        if isinstance(group.transport, Detailed):
+            group.transport = group.backend
 
 
 class Called(NamedTuple):
@@ -75,32 +78,6 @@ class Called(NamedTuple):
 
     def __str__(self) -> str:
         return self.entry.title
-
-
-class Diary:
-    """The latest calls of one rank, on all its groups."""
-
-    def __init__(self) -> None:
-        self._entries: deque[Entry] = deque(maxlen=12)
-
-    def add(self, call: Called) -> None:
-        """Keep a call, note it for the other ranks, and log it."""
-        self._entries.append(call.entry)
-        call.group.backend.note(notes.written(list(self._entries)))
-        log, found = _log[call.name in _MESSAGES], call.statistics
-        log.debug("%s: %s, at %s", call, found, call.site)
-        if found.num_nan or found.num_inf:
-            log.warning(
-                "%s: %d NaN and %d Inf in the input (%s), at %s",
-                call,
-                found.num_nan,
-                found.num_inf,
-                found.shape,
-                call.site,
-            )
-
-
-_diaries: WeakKeyDictionary[World, Diary] = WeakKeyDictionary()
 
 
 class Detailed:
@@ -120,13 +97,15 @@ class Detailed:
 
     def _run(self, name: str, operation: Any, *args: Any, **kwargs: Any) -> Any:
         call = self._called(name, args, sys._getframe(1))
-        self._diary.add(call)
+        _say(call)
+        self._diary.begin(call.entry)
         try:
             result = operation(*args, **kwargs)
         except DistBackendError as error:
             explain(error, call)
             raise
         finally:
+            self._diary.end()
             if name in _COLLECTIVES and not kwargs.get("async_op"):
                 self._issued = self._backend.sequence_number()
         return DetailedWork(result, call) if isinstance(result, Work) else result
@@ -156,6 +135,20 @@ class Detailed:
         statistics, stack = Statistics.of(inputs), notes.user_stack(frame)
         entry = Entry(key, title, str(statistics), notes.shown(stack))
         return Called(group, name, entry, statistics, notes.site(stack))
+
+
+def _say(call: Called) -> None:
+    log, found = _log[call.name in _MESSAGES], call.statistics
+    log.debug("%s: %s, at %s", call, found, call.site)
+    if found.num_nan or found.num_inf:
+        log.warning(
+            "%s: %d NaN and %d Inf in the input (%s), at %s",
+            call,
+            found.num_nan,
+            found.num_inf,
+            found.shape,
+            call.site,
+        )
 
 
 class DetailedWork(Work):
@@ -201,22 +194,35 @@ def explain(error: DistBackendError, call: Called) -> None:
         same = next((entry for entry in reversed(entries) if entry.key == call.entry.key), None)
         lines.append(f"    {_named(group, [rank])}: {_input(call, same, bool(entries))}")
         if entries:
-            shown = same if same and same.stack else entries[-1]
-            places.setdefault((shown.title, shown.stack), []).append(rank)
-    lines.append("  where each rank made this call, or else its latest")
+            places.setdefault(_place(same, entries), []).append(rank)
+    lines.append("  where each rank is in this call, or else is now")
     for (title, stack), ranks in places.items():
         lines.append(f"    {_named(group, ranks)}: {title}")
         lines += [f"    {line}" for line in stack.splitlines()]
     error.args = ("\n".join(lines),)
 
 
-def _input(call: Called, same: Entry | None, has_called: bool) -> str:
+def _input(call: Called, same: Entry | None, is_known: bool) -> str:
     """Say what a rank has put into a call, of which it has noted ``same``."""
-    if not has_called:
-        return "not known: it has made no call at level DETAIL"
+    if not is_known:
+        return "not known: its debug level is not DETAIL"
     if same is None:
         return "not among its latest calls"
     return same.statistics if same.title == str(call) else f"{same.title}: {same.statistics}"
+
+
+def _place(same: Entry | None, entries: Sequence[Entry]) -> tuple[str, str]:
+    """Return a title and the stack that best says where a rank is."""
+    if same is not None and same.stack:
+        return same.title, same.stack
+    *before, last = entries
+    if last.key != notes.NOW:
+        return last.title, last.stack
+    title = f"outside of any call, after {before[-1].title}" if before else "before its first call"
+    age = (time.monotonic_ns() - int(last.title)) / 1e9
+    if age > 1:  # it has ended, or does not let Python run
+        title += f" (as of {age:.1f} s ago)"
+    return title, last.stack
 
 
 def _named(group: ProcessGroup, ranks: Sequence[int]) -> str:

@@ -20,6 +20,7 @@ _LAUNCHER = os.path.join(_PACKAGE, "launch", "")
 
 _ROOM = 8192  # bytes of a note, of which the engine keeps no more
 _STACK_ROOM = 5000
+NOW = "now"  # key of the entry, always the last, that says where a rank stands between calls
 _NEXT_ENTRY, _NEXT_FIELD = "\x1e", "\x1f"
 
 

@@ -68,6 +68,7 @@ def ungrouped(world: World, group: ProcessGroup) -> None:
 
 def left(world: World) -> None:
     """Look after a world no longer."""
+    detail.look_away(world)
     if world not in _worlds:  # it failed before it was complete
         return
     _worlds.discard(world)
@@ -83,11 +84,11 @@ def level_changed() -> None:
     logs.show(levels.log_level())
     wanted = levels.get_debug_level() is levels.DebugLevel.DETAIL
     for world in list(_worlds):
+        if not wanted:
+            detail.look_away(world)
+            continue
         for group in list(world.groups.values()):
-            if wanted:
-                detail.look_into(world, group)
-            else:
-                detail.look_away(group)
+            detail.look_into(world, group)
 
 
 def failed(error: DistBackendError) -> None:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from phalanx import logs, random, world
+from phalanx import bystanders, logs, random, world
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle
 from phalanx.stores import HashStore
 
@@ -213,7 +213,7 @@ _submit = ThreadPoolExecutor.submit
 def _start_as_rank(self: threading.Thread) -> None:
     """Start a thread that belongs to the rank of the thread that starts it."""
     rank: _Rank | None = getattr(_here, "rank", None)
-    if rank is not None:
+    if rank is not None and not bystanders.includes(self):
         run = self.run
         ended = rank.one_more_thread()
 
