@@ -267,12 +267,19 @@ def test_the_users_handler_stays(users):
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_other_threads_install_no_handler():
-    def program():
-        dist.barrier()
-        return signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
+def test_a_signal_is_answered_for_all_ranks_that_are_threads(tmp_path, monkeypatch):
+    monkeypatch.setenv(recorder.DIRECTORY_VARIABLE, str(tmp_path))
 
-    assert run_ranks(program, 2, timeout=8) == [True, True]
+    def program():
+        if dist.get_rank() == 0:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            while len(list(tmp_path.glob("phalanx*"))) < 2:
+                time.sleep(0.01)
+        dist.barrier()
+
+    run_ranks(program, 2, timeout=8)
+    assert {record["reason"] for record in files(tmp_path).values()} == {"SIGUSR1"}
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 def have_a_child():

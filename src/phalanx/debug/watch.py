@@ -10,6 +10,8 @@ import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from phalanx import errors, logs
@@ -35,8 +37,7 @@ def joined(world: World) -> None:
     """Begin to look after a world."""
     errors.observer = failed
     _worlds.add(world)
-    if _is_main_thread() and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
-        signal.signal(_SIGNAL, _on_signal)
+    _listen()
     _world_log.info(
         "joined a world of %d %s (%r, pid %d on %s)",
         world.size,
@@ -118,12 +119,28 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
         _dump(world, signal.Signals(number).name)
 
 
+@contextmanager
+def listening() -> Iterator[None]:
+    """Answer the signal for the length of a block, in whose threads there will be worlds."""
+    _listen()
+    try:
+        yield
+    finally:
+        if not _worlds:
+            _stop_listening()
+
+
+# Only the main thread can change handlers.
 def _is_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
 
+def _listen() -> None:
+    if _is_main_thread() and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
+        signal.signal(_SIGNAL, _on_signal)
+
+
 def _stop_listening() -> None:
-    # Elsewhere handlers cannot be changed. Then the signal goes on doing nothing.
     if _is_main_thread() and signal.getsignal(_SIGNAL) is _on_signal:
         signal.signal(_SIGNAL, signal.SIG_DFL)
 

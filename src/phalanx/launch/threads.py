@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from phalanx import bystanders, logs, random, world
+from phalanx.debug import watch
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle
 from phalanx.stores import HashStore
 
@@ -63,7 +64,7 @@ def run_threads(
             world.destroy_process_group()
         return result
 
-    with _ranks_are_known():
+    with _ranks_are_known(), watch.listening():
         threads = _Threads(live, [_Rank(rank, rng) for rank in range(size)])
         threads.run(deadline, return_exceptions)
     return settle(threads.results, threads.failures, return_exceptions)
