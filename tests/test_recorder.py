@@ -20,10 +20,9 @@ THREADS_AND_PROCESSES = pytest.mark.parametrize("ranks", ["threads", "processes"
 
 
 @pytest.fixture(autouse=True)
-def _nothing_asked_for(monkeypatch, tmp_path):
+def _nothing_asked_for(monkeypatch):
     for name in (recorder.DIRECTORY_VARIABLE, recorder.TORCH_PREFIX_VARIABLE):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
 
 def files(directory):
@@ -108,6 +107,7 @@ def world():
 
 @pytest.mark.usefixtures("world")
 def test_a_record_goes_where_it_is_wanted(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     name = f"phalanx-flight-rank0-pid{os.getpid()}.json"
     new = tmp_path / "new" / "one"
     assert dist.debug.dump_flight_record() == str(tmp_path / name)
@@ -197,6 +197,7 @@ def test_a_failure_is_recorded_once_and_only_if_asked_for(tmp_path, monkeypatch,
             with pytest.raises(dist.CollectiveMismatch):
                 work.wait()
 
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run_ranks(program, 2, timeout=60)
     assert not list(tmp_path.iterdir())
     monkeypatch.setenv(recorder.DIRECTORY_VARIABLE, str(tmp_path / "records"))
@@ -204,6 +205,24 @@ def test_a_failure_is_recorded_once_and_only_if_asked_for(tmp_path, monkeypatch,
     assert set(files(tmp_path / "records")) == {0, 1}
     said = [record for record in caplog.records if "flight record written" in record.getMessage()]
     assert sorted(record.rank for record in said) == [0, 1]
+
+
+def outlive(directory):
+    os.environ[recorder.DIRECTORY_VARIABLE] = directory
+    if dist.get_rank() == 1:
+        os._exit(7)
+    for _ in range(3):
+        with pytest.raises(dist.PeerFailed, match="code 7"):
+            dist.barrier()
+    return dist.debug.flight_record()["failures"]
+
+
+def test_what_a_broken_group_says_again_is_no_new_failure(tmp_path):
+    failures, _ = run_ranks(
+        outlive, 2, str(tmp_path), ranks="processes", timeout=60, return_exceptions=True
+    )
+    assert [failure["error"] for failure in failures] == ["PeerFailed"]
+    assert files(tmp_path)[0]["failures"] == failures
 
 
 def test_a_record_that_cannot_be_written_hides_no_failure(tmp_path, monkeypatch, caplog):

@@ -72,12 +72,13 @@ def is_wanted() -> bool:
 
 
 def add_failure(world: World, error: BaseException) -> bool:
-    """Keep an error for later records; False if it is known already, or a known one with more."""
+    """Keep an error for later records; False if it only repeats or quotes one that is known."""
     known = _failures.setdefault(world, deque(maxlen=16))
-    kind, message = type(error).__name__, str(error)
-    if any(each["error"] == kind and message.startswith(each["message"]) for each in known):
+    message = str(error)
+    if any(each["message"] in message for each in list(known)):
         return False
-    known.append({"error": kind, "message": message, "time": _utc(time.time_ns())})
+    failure = {"error": type(error).__name__, "message": message, "time": _utc(time.time_ns())}
+    known.append(failure)
     return True
 
 
