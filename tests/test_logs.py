@@ -88,6 +88,21 @@ def test_a_failure_is_logged_once(caplog):
         assert "CollectiveMismatch" in record.getMessage()
 
 
+def test_of_a_monitored_barrier_only_the_verdict_is_logged(caplog):
+    def program():
+        if dist.get_rank() < 2:
+            with pytest.raises(dist.DistTimeout):
+                dist.monitored_barrier(timeout=0.3)
+        dist.barrier()
+
+    with caplog.at_level(logging.INFO, "phalanx"):
+        run_ranks(program, 3)
+    failures = [r for r in records(caplog, "debug") if r.levelno == logging.ERROR]
+    assert {r.rank for r in failures} <= {0, 1}
+    assert all("monitoredBarrier" in r.getMessage() for r in failures)
+    assert [r.rank for r in failures].count(0) == 1
+
+
 def test_nothing_is_configured_unasked(python):
     loggers = """
     for name in ("phalanx", "phalanx.world", "phalanx.debug", "phalanx.store", None):

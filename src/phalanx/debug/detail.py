@@ -119,7 +119,7 @@ class Detailed:
             peer, tag = args[1], args[2] if len(args) > 2 else 0
             ends = (rank, peer) if name == "send" else (peer, rank)
             key = f"{group.group_name} {ends[0]}>{ends[1]} {tag}"
-            other = "any rank" if peer is None else f"rank {peer}"
+            other = "any rank" if peer is None else f"rank {group.ranks[peer]}"
             way = "to" if name == "send" else "from"
             title = f"{name} {way} {other} (tag {tag}) {where}"
         elif name == "monitored_barrier":
@@ -189,15 +189,16 @@ def explain(error: DistBackendError, call: Called) -> None:
     group = call.group
     lines = [text, "", _HEADING, f"  inputs of {call}"]
     places: dict[tuple[str, str], list[int]] = {}
-    for rank, note in enumerate(group.backend.notes()):
+    # Ranks are named as the world does, as in all reports.
+    for rank, note in zip(group.ranks, group.backend.notes(), strict=True):
         entries = notes.read(note)
         same = next((entry for entry in reversed(entries) if entry.key == call.entry.key), None)
-        lines.append(f"    {_named(group, [rank])}: {_input(call, same, bool(entries))}")
+        lines.append(f"    rank {rank}: {_input(call, same, bool(entries))}")
         if entries:
             places.setdefault(_place(same, entries), []).append(rank)
     lines.append("  where each rank is in this call, or else is now")
     for (title, stack), ranks in places.items():
-        lines.append(f"    {_named(group, ranks)}: {title}")
+        lines.append(f"    {spell(ranks)}: {title}")
         lines += [f"    {line}" for line in stack.splitlines()]
     error.args = ("\n".join(lines),)
 
@@ -223,12 +224,6 @@ def _place(same: Entry | None, entries: Sequence[Entry]) -> tuple[str, str]:
     if age > 1:  # it has ended, or does not let Python run
         title += f" (as of {age:.1f} s ago)"
     return title, last.stack
-
-
-def _named(group: ProcessGroup, ranks: Sequence[int]) -> str:
-    """Name ranks of a group as its reports do, and as the world does where that differs."""
-    own, world = spell(ranks), spell(group.ranks[rank] for rank in ranks)
-    return own if own == world else f"{own} (global {world})"
 
 
 def _inputs(name: str, args: tuple[Any, ...], rank: int) -> list[Tensor]:

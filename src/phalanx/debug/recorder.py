@@ -14,6 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from phalanx import logs
+from phalanx.errors import PeerFailed
 from phalanx.group import ProcessGroup
 from phalanx.world import World, here
 
@@ -75,8 +76,11 @@ def add_failure(world: World, error: BaseException) -> bool:
     """Keep an error for later records; False if it only repeats or quotes one that is known."""
     known = _failures.setdefault(world, deque(maxlen=16))
     message = str(error)
-    if any(each["message"] in message for each in list(known)):
-        return False
+    # A broken group goes on to say, below a line of its own, what broke it.
+    cause = message.partition("\n")[2] if isinstance(error, PeerFailed) else ""
+    for each in list(known):
+        if each["message"] in message or (cause and cause in each["message"]):
+            return False
     failure = {"error": type(error).__name__, "message": message, "time": _utc(time.time_ns())}
     known.append(failure)
     return True
