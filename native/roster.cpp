@@ -208,7 +208,7 @@ std::string Roster::obituary(int rank, bool ask_system) const {
 }
 
 void Roster::note(int rank, const std::string& text) {
-  Note note;
+  Note note{};
   size_t start = text.size() - std::min(text.size(), sizeof note.text);
   while (start > 0 && start < text.size() && (text[start] & 0xC0) == 0x80)
     ++start;  // a whole character
