@@ -436,7 +436,19 @@ void bind_engine(nb::module_& m) {
           nb::arg("rank"), nb::arg("by"), "One thread more or less acts for a rank.")
       .def("leave", &Roster::leave, nb::arg("rank"))
       .def("fail", &Roster::fail, nb::arg("rank"), nb::arg("why"))
-      .def("obituary", &Roster::obituary, nb::arg("rank"), nb::arg("ask_system"));
+      .def("obituary", &Roster::obituary, nb::arg("rank"), nb::arg("ask_system"))
+      .def("note", &Roster::note, nb::arg("rank"), nb::arg("text"),
+           "Leave a text for all ranks, of which the last 8 KiB are kept.")
+      .def(
+          "notes",
+          [](const Roster& roster) {
+            nb::list texts;
+            for (const std::string& text : roster.notes())
+              texts.append(
+                  nb::steal(PyUnicode_DecodeUTF8(text.data(), Py_ssize_t(text.size()), "replace")));
+            return texts;
+          },
+          "Return the notes of all ranks.");
 
   nb::class_<Pending>(m, "Pending", "An asynchronous operation.")
       .def("done", &Pending::done)

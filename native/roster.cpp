@@ -221,6 +221,27 @@ std::string Roster::obituary(int rank, bool ask_system) const {
   }
 }
 
+void Roster::note(int rank, const std::string& text) {
+  Note note{};
+  size_t start = text.size() - std::min(text.size(), sizeof note.text);
+  while (start > 0 && start < text.size() && (text[start] & 0xC0) == 0x80)
+    ++start;  // a whole character
+  note.length = uint32_t(text.size() - start);
+  std::memcpy(note.text, text.data() + start, note.length);
+  member(rank).note.write(note);
+}
+
+std::vector<std::string> Roster::notes() const {
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < size(); ++rank) {
+    Note note;
+    bool whole = false;
+    for (int attempt = 0; attempt < 100 && !whole; ++attempt) whole = member(rank).note.read(note);
+    texts.emplace_back(note.text, whole ? note.length : 0);
+  }
+  return texts;
+}
+
 std::byte* Roster::reach(int rank, uint64_t offset) const {
   return threads() ? reinterpret_cast<std::byte*>(offset) : heaps_[rank]->at(offset);
 }

@@ -36,6 +36,11 @@ class Roster {
   int64_t ended_ns(int rank) const;   // when it left or failed; 0 if it did not say so
   std::string title(int rank) const;  // "rank 2 (pid 4711 on host box)"
 
+  // A text that all ranks can read, also while the one that wrote it hangs or after its end. Of a
+  // long one the end is kept. Calls for one rank must not overlap.
+  void note(int rank, const std::string& text);
+  std::vector<std::string> notes() const;  // of all ranks; "" where there is none
+
   // Address of something in the heap of a rank.
   std::byte* reach(int rank, uint64_t offset) const;
 
