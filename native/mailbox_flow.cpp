@@ -91,8 +91,12 @@ void Mailbox::pump_out(Delivery& delivery) {
     return;
   }
   if (delivery.state == Delivery::State::Open && state == Pipe::Unread) {
-    fail(delivery, Kind::PeerFailed,
-         headline(delivery) + ": not received: " + board_->obituary(delivery.peer, true));
+    auto broken = board_->broken();
+    std::string why = broken ? broken->what() : board_->obituary(delivery.peer, true);
+    if (why.empty())
+      why = "rank " + std::to_string(board_->world_rank(delivery.peer)) + " gave up receiving it";
+    fail(delivery, broken ? broken->kind : Kind::PeerFailed,
+         headline(delivery) + ": not received: " + why);
     return;
   }
   // Acquire: the receiver has read what is overwritten here. Release: it sees what is written.
