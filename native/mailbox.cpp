@@ -315,7 +315,7 @@ bool Mailbox::only_others_can_end(const Delivery& delivery) const {
     return true;
   }
   bool attended = board_->seat(delivery.peer).attending.load() > 0;
-  if (!delivery.cell) return pipes_out_[delivery.peer] == kPipesPerPeer || !attended;
+  if (!delivery.cell) return !attended;
   if (delivery.pipe->wanted.load()) return false;
   bool taken_out = delivery.cell->turn.load() != delivery.turn;
   return taken_out || !attended;
