@@ -19,7 +19,14 @@ LAYERS = [
     {"group", "world", "subgroups", "mesh", "checks", "sparse"},
     {"collectives", "p2p", "objects", "coalescing", "functional"},
 ]
-BESIDE = {"launch", "testing", "random"}  # these may use all of the above, and none uses them
+BESIDE = {
+    "launch",
+    "testing",
+    "random",
+    "debug",
+    "cli",
+    "__main__",
+}  # these may use all of the above, and none uses them
 
 
 def test_all_is_sorted_and_complete():

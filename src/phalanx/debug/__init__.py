@@ -1,0 +1,1 @@
+"""Looking at what ranks do, from inside and from outside."""
