@@ -151,8 +151,8 @@ class Job:
 
     @property
     def command(self) -> str:
-        """The command line of rank 0, or of what started it with Python's multiprocessing."""
-        pid = self.ranks[0].pid
+        """The command line of the first rank, or of what started it by multiprocessing."""
+        pid = next((rank.pid for rank in self.ranks if rank.alive), 0)
         lines = [_command(pid), *map(_command, _ancestors(pid))]
         own = (line for line in lines if "from multiprocessing." not in line)
         return next(own, lines[0])

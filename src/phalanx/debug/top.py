@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass
 
 from phalanx.debug import outside, verdict
 from phalanx.debug.outside import Job, Seat
-from phalanx.debug.text import amount, duration, table
+from phalanx.debug.text import amount, duration, printable, table
 
-_HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
-_CLEAR, _HIDE_CURSOR, _SHOW_CURSOR = "\x1b[2J", "\x1b[?25l", "\x1b[?25h"
+HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+_CLEAR, _HIDE_CURSOR, SHOW_CURSOR = "\x1b[2J", "\x1b[?25l", "\x1b[?25h"
 
 _HEADING = ["RANK", "PID", "STATE", "FOR", "GROUP", "OPERATION", "SEQ", "WAITS FOR"]
 _HEADING += ["OP/S", "BYTES/S", "CALL SITE"]
@@ -52,7 +52,7 @@ def run(arguments: Namespace) -> int:
         pass
     finally:
         if in_place:
-            print(_SHOW_CURSOR, flush=True)
+            print(SHOW_CURSOR, flush=True)
     return 0
 
 
@@ -172,7 +172,8 @@ def describe(job: Job, found: list[Row]) -> dict[str, object]:
     }
 
 
-def _show(job: Job, found: list[Row], in_place: bool) -> None:
+def lines(job: Job, found: list[Row], width: int | None = None) -> list[str]:
+    """Return the table as text, with a line above about the job and one below on the straggler."""
     kind = "threads" if job.threads else "processes"
     head = f"job {job.name}: {len(found)} {kind}, {duration(job.age)} old, {verdict.summary(job)}"
     cells = [
@@ -191,11 +192,16 @@ def _show(job: Job, found: list[Row], in_place: bool) -> None:
         ]
         for row in found
     ]
+    text = [head, *table([_HEADING, *cells]), printable(straggler(job))]
+    return [line[:width] for line in text]
+
+
+def _show(job: Job, found: list[Row], in_place: bool) -> None:
+    if not in_place:
+        print("\n".join(lines(job, found)), flush=True)
+        return
     size = shutil.get_terminal_size()
-    lines = [head, *table([_HEADING, *cells], size.columns if in_place else None), straggler(job)]
-    if in_place:
-        shown = lines[: size.lines - 2] + lines[-1:] if len(lines) >= size.lines else lines
-        text = (_CLEAR_LINE + "\n").join(line[: size.columns] for line in shown)
-        print(_HOME + text + _CLEAR_LINE + _CLEAR_BELOW, end="", flush=True)
-    else:
-        print("\n".join(lines), end="\n\n" if not sys.stdout.isatty() else "\n", flush=True)
+    text = lines(job, found, size.columns)
+    if len(text) > size.lines:  # rather than the last ranks, keep the straggler
+        text = [*text[: size.lines - 1], text[-1]]
+    print(HOME + (_CLEAR_LINE + "\n").join(text) + _CLEAR_LINE + _CLEAR_BELOW, end="", flush=True)

@@ -53,16 +53,17 @@ def run(arguments: Namespace) -> int:
 def explain(before: Job, now: Job) -> Reason:
     """Find the reason, from two looks at a job."""
     done = _operations(now) - _operations(before)
+    meanwhile = duration((now.seen_ns - before.seen_ns) * 1e-9)
     for found in (_gone, _failed, _deadlock, _starting, _waiting, _stopped):
         said = found(before, now)
         if said is not None:
             cause, ranks, text, advice = said
             if done > 0:
-                text += f" Meanwhile other operations go on: {done} in {_PAUSE} s."
+                text += f" Meanwhile other operations go on: {done} in {meanwhile}."
             return Reason(now.name, cause, ranks, text, advice, done > 0)
     here = [rank.rank for rank in now.ranks if rank.presence == "here"]
     if done > 0:
-        text = f"Nothing is stuck: {done} operations were begun in the last {_PAUSE} s."
+        text = f"Nothing is stuck: {done} operations were begun in the last {meanwhile}."
         return Reason(now.name, "moving", [], text, "", True)
     text = f"No rank waits for another. {_each(before, now, here)}"
     advice = "If nothing should take this long, look at the stacks."
