@@ -283,10 +283,10 @@ def _user(number: int) -> str:
 
 def _own_processes() -> Iterator[int]:
     user = os.geteuid()
-    for entry in os.scandir("/proc"):
+    for name in filter(str.isdigit, os.listdir("/proc")):
         try:
-            if entry.name.isdigit() and entry.stat().st_uid == user:
-                yield int(entry.name)
+            if os.stat(f"/proc/{name}").st_uid == user:
+                yield int(name)
         except OSError:
             continue
 
@@ -400,9 +400,10 @@ def _rank(number: int, member: dict[str, Any], threads: bool, owners: dict[int, 
 
 def _has_running_thread(pid: int) -> bool:
     try:
-        return any(_Stat(entry.path).state == "R" for entry in os.scandir(f"/proc/{pid}/task"))
+        threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return False
+    return any(_Stat(f"/proc/{pid}/task/{thread}").state == "R" for thread in threads)
 
 
 def _group(board: dict[str, Any]) -> Group:
