@@ -12,6 +12,7 @@
 #include "bindings_tensor.hpp"
 #include "lane.hpp"
 #include "mailbox.hpp"
+#include "report.hpp"
 
 namespace nb = nanobind;
 using namespace phalanx;
@@ -166,6 +167,11 @@ class Engine {
     nb::gil_scoped_release unlock;
     board_->attend(group_.rank(), creator, site, group_.timeout);
   }
+  std::string describe(int rank) const {
+    std::string end = board_->obituary(rank, true);
+    return end.empty() ? describe_absent(*board_, {&rank, 1}).substr(3) : end;  // "\n  rank ..."
+  }
+
   nb::list history() const { return as_list(board_->seat(group_.rank())); }
   uint64_t sequence() const { return group_.sequence(); }
   double timeout() const { return group_.timeout; }
@@ -510,6 +516,8 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("ticket", &Engine::ticket)
       .def_prop_ro("sequence", &Engine::sequence)
       .def_prop_rw("timeout", &Engine::timeout, &Engine::set_timeout)
+      .def("describe", &Engine::describe, nb::arg("rank"),
+           "How a rank of the group has ended, or what it does.")
       .def("history", &Engine::history, "This rank's last operations on the group, oldest first.")
       .def("attend", &Engine::attend, nb::arg("creator"),
            "Say that this rank is there; the creator returns when all are.")

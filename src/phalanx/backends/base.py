@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from phalanx.backends import reduction
-from phalanx.errors import DistBackendError, DistTimeout
+from phalanx.backends import monitored, reduction
 from phalanx.types import Deadline, ReduceOp
 from phalanx.work import JoinedWork, ThreadWork, Work
 
@@ -44,7 +43,9 @@ class GroupBackend(ABC):
         self.rank = rank
         self.size = size
         self.timeout = timeout
+        self.global_ranks = list(range(size))  # the group that it is made for says which they are
         self._issued = 0
+        self._monitored = 0
         self._lane = _Lane()
 
     # What a transport must supply
@@ -93,6 +94,13 @@ class GroupBackend(ABC):
     def fail(self, reason: str) -> None:
         """Tell the other ranks that this one has failed, also on groups yet to be made."""
         self.abort(reason)
+
+    def describe(self, rank: int) -> str:
+        """Say how a rank of the group has ended, or what it does, as far as that is known.
+
+        A sentence that begins with "rank" and its number, or nothing.
+        """
+        return ""
 
     def sequence_number(self) -> int:
         """Return how many collectives this rank has issued."""
@@ -229,42 +237,11 @@ class GroupBackend(ABC):
     ) -> None:
         """Do a barrier in which rank 0 names who is missing: the first, or all of them."""
         limit = self.timeout if timeout is None else timeout
-        deadline = Deadline(limit)
-        token = torch.ones((), dtype=torch.uint8)
-        if self.rank != 0:
-            try:
-                self.send(token, 0, _MONITOR, timeout=deadline.left())
-                self.recv(token, 0, _MONITOR, timeout=deadline.left())
-            except DistBackendError as error:
-                raise type(error)(self._lost_monitor()) from error
-            if not token:
-                raise DistBackendError(self._lost_monitor())
-            return
-        missing: list[int] = []
-        for peer in range(1, self.size):
-            try:
-                self.recv(token, peer, _MONITOR, timeout=deadline.left())
-            except DistBackendError:
-                missing.append(peer)
-                if not wait_all_ranks:
-                    break
-        # Those who are here learn how it went; those who are not will find a stale word at most.
-        verdict = torch.tensor(not missing, dtype=torch.uint8)
-        for peer in range(1, self.size):
-            if peer not in missing:
-                self.send(verdict, peer, _MONITOR, async_op=bool(missing))
-        if missing:
-            who = f"Rank{'s' * wait_all_ranks} {', '.join(map(str, missing))}"
-            raise DistTimeout(
-                f"Rank 0 timed out in monitoredBarrier after {limit:g} s: "
-                f"{who} failed to pass monitoredBarrier"
-            )
-
-    def _lost_monitor(self) -> str:
-        return (
-            f"Rank {self.rank} successfully reached monitoredBarrier, but received errors while "
-            "waiting for send/recv from rank 0: see the error of rank 0 for who is missing"
-        )
+        self._monitored += 1
+        if self.rank == 0:
+            monitored.lead(self, self._monitored, _MONITOR, limit, wait_all_ranks)
+        else:
+            monitored.attend(self, self._monitored, _MONITOR, limit)
 
     # The derived algorithms. They run one at a time and talk in the collectives' own stream.
 
