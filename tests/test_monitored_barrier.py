@@ -36,10 +36,9 @@ def _all_come() -> int:
     return 1
 
 
-@RANKS
 @pytest.mark.parametrize("size", [1, 2, 5])
-def test_all_pass_if_all_come(size: int, ranks: Any) -> None:
-    assert run_ranks(_all_come, size, ranks=ranks) == [1] * size
+def test_all_pass_if_all_come(size: int) -> None:
+    assert run_ranks(_all_come, size) == [1] * size
 
 
 def _nobody_passes_before_all_have_come(come: list[int], lock: threading.Lock) -> None:
@@ -75,9 +74,8 @@ def test_rank_0_names_the_first_missing_rank_and_the_others_learn(ranks: Any) ->
     assert "rank 2" in told[1].lower()  # not only "ask rank 0"
 
 
-@RANKS
-def test_rank_0_names_all_missing_ranks_if_asked_to(ranks: Any) -> None:
-    told = run_ranks(_some_are_missing, 5, [1, 3, 4], True, ranks=ranks)
+def test_rank_0_names_all_missing_ranks_if_asked_to() -> None:
+    told = run_ranks(_some_are_missing, 5, [1, 3, 4], True)
     assert "Ranks 1, 3, 4 failed to pass monitoredBarrier" in told[0]
     assert "Rank 2 successfully reached monitoredBarrier" in told[2]
 
@@ -125,9 +123,8 @@ def _rank_0_is_missing() -> str:
     return text
 
 
-@RANKS
-def test_the_others_notice_that_rank_0_is_missing(ranks: Any) -> None:
-    told = run_ranks(_rank_0_is_missing, 3, ranks=ranks)
+def test_the_others_notice_that_rank_0_is_missing() -> None:
+    told = run_ranks(_rank_0_is_missing, 3)
     for rank in (1, 2):
         assert f"Rank {rank} successfully reached monitoredBarrier" in told[rank]
         assert "rank 0" in told[rank]
@@ -150,9 +147,8 @@ def _subgroup() -> str:
     return ""
 
 
-@RANKS
-def test_it_works_in_a_part_of_the_world(ranks: Any) -> None:
-    told = run_ranks(_subgroup, 4, ranks=ranks)[1]
+def test_it_works_in_a_part_of_the_world() -> None:
+    told = run_ranks(_subgroup, 4)[1]
     assert "Rank 2 failed to pass monitoredBarrier" in told  # the world's number
 
 
@@ -206,9 +202,8 @@ def _late_comers_do_not_count() -> None:
     dist.monitored_barrier(timeout=LONG)
 
 
-@RANKS
-def test_who_came_late_to_one_does_not_count_for_the_next(ranks: Any) -> None:
-    run_ranks(_late_comers_do_not_count, 2, ranks=ranks)
+def test_who_came_late_to_one_does_not_count_for_the_next() -> None:
+    run_ranks(_late_comers_do_not_count, 2)
 
 
 def _end(kind: str) -> None:
@@ -255,8 +250,7 @@ def _on_another_operation() -> tuple[str, str]:
     return "monitored", fails(timeout=SHORT)
 
 
-@RANKS
-def test_a_rank_in_another_operation_is_named(ranks: Any) -> None:
-    told = run_ranks(_on_another_operation, 2, ranks=ranks)
+def test_a_rank_in_another_operation_is_named() -> None:
+    told = run_ranks(_on_another_operation, 2)
     assert "1 failed to pass monitoredBarrier" in told[0][1]
     assert "barrier(" in told[0][1]
