@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import re
 import subprocess
 import sys
@@ -45,8 +44,8 @@ def normal(output: str) -> str:
         if not hidden:
             lines.append(line.rstrip())
     text = "\n".join(lines) + "\n"
-    text = text.replace(f"{FOLDER}{os.sep}", "").replace(platform.node(), "HOST")
-    text = re.sub(r"\bpid \d+", "pid PID", text)
+    text = text.replace(f"{FOLDER}{os.sep}", "")
+    text = re.sub(r"\bpid \d+ on host [^)]+", "pid PID on host HOST", text)
     return re.sub(r"\b\d+(\.\d+)? (ms|s|min) ago\b", "N s ago", text)
 
 

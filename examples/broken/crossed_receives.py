@@ -3,7 +3,6 @@
 import torch
 
 import phalanx as dist
-from phalanx.launch.processes import run_processes
 
 
 def exchange_edges(field: torch.Tensor) -> None:
@@ -20,4 +19,4 @@ def simulate() -> None:
 
 
 if __name__ == "__main__":
-    run_processes(simulate, 3)
+    dist.run_threads(simulate, 3)

@@ -3,7 +3,6 @@
 import torch
 
 import phalanx as dist
-from phalanx.launch.processes import run_processes
 
 
 def train() -> None:
@@ -21,4 +20,4 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    run_processes(train, 3)
+    dist.run_threads(train, 3)

@@ -4,7 +4,6 @@ import torch
 from torch import nn
 
 import phalanx as dist
-from phalanx.launch.processes import run_processes
 
 
 def average_gradients(model: nn.Module) -> None:
@@ -25,4 +24,4 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    run_processes(train, 2)
+    dist.run_threads(train, 2)

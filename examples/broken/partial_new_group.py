@@ -3,7 +3,6 @@
 import torch
 
 import phalanx as dist
-from phalanx.launch.processes import run_processes
 
 
 def train() -> None:
@@ -11,9 +10,10 @@ def train() -> None:
     if rank in (0, 1):
         stage = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(8), group=stage)
+    dist.barrier()
     replicas = dist.new_group([0, 1, 2, 3])
     dist.all_reduce(torch.ones(100), group=replicas)
 
 
 if __name__ == "__main__":
-    run_processes(train, 4, timeout=5)
+    dist.run_threads(train, 4)

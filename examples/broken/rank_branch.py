@@ -3,7 +3,6 @@
 import torch
 
 import phalanx as dist
-from phalanx.launch.processes import run_processes
 
 
 def step(weights: torch.Tensor) -> torch.Tensor:
@@ -27,4 +26,4 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    run_processes(train, 4)
+    dist.run_threads(train, 4)

@@ -1,4 +1,4 @@
-"""Ten samples for three ranks: rank 0 has a batch more than the others."""
+"""Eleven samples for three ranks: rank 2 runs out of them before the others."""
 
 import torch
 
@@ -8,7 +8,7 @@ from phalanx.launch.processes import run_processes
 
 def train() -> None:
     weights = torch.zeros(16)
-    samples = torch.randn(10, 16)
+    samples = torch.randn(11, 16)
     for sample in samples[dist.get_rank() :: dist.get_world_size()]:
         gradients = weights - sample
         dist.all_reduce(gradients, op=dist.ReduceOp.AVG)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import traceback
@@ -111,24 +112,31 @@ def spell(ranks: Iterable[int]) -> str:
 
 def _first(failures: list[Failure], size: int) -> BaseException:
     real = [failure for failure in failures if not failure.is_echo] or failures
-    real = sorted(real, key=lambda failure: failure.when)
-    alike: dict[tuple[type, str], list[Failure]] = {}
-    for failure in real:
-        alike.setdefault((type(failure.error), str(failure.error)), []).append(failure)
-    together, *others = alike.values()
-    first = min(together, key=lambda failure: failure.rank)
+    together, *others = _alike(real)
+    first = together[0]
     lines = [] if first.from_outside else [f"raised by {_ranks(together)} of {size}"]
     lines += [f"also failed: {_ranks(each)}: {each[0]}" for each in others]
     if first.from_outside:  # it could not speak for itself: those who waited for it can
-        heard = [failure for failure in failures if failure.is_echo]
-        for text in dict.fromkeys(str(failure.error) for failure in heard):
-            lines.append(f"seen by {_ranks([f for f in heard if str(f.error) == text])}: {text}")
+        heard = _alike(failure for failure in failures if failure.is_echo)
+        lines += [f"seen by {_ranks(each)}: {each[0].error}" for each in heard]
     if first.traceback:
         said = "".join(traceback.format_exception_only(first.error))
         lines.append(f"on rank {first.rank}:\n{first.traceback.removesuffix(said).rstrip()}")
     if lines:
         _label(first.error, "\n".join(lines))
     return first.error
+
+
+def _alike(failures: Iterable[Failure]) -> list[list[Failure]]:
+    """Sort failures by what happened, the earliest first, and each by rank."""
+    parties: dict[tuple[type, str], list[Failure]] = {}
+    for failure in sorted(failures, key=lambda failure: failure.when):
+        text = str(failure.error)
+        if isinstance(failure.error, DistError):
+            # The first line says what the rank itself did; times depend on when it was woken.
+            text = re.sub(r"\d+\.\d s", "", text.partition("\n")[2]) or text
+        parties.setdefault((type(failure.error), text), []).append(failure)
+    return [sorted(party, key=lambda failure: failure.rank) for party in parties.values()]
 
 
 def _ranks(failures: list[Failure]) -> str:
