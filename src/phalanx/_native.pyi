@@ -151,6 +151,8 @@ class Group:
     def attend(self, creator: bool) -> None: ...
     def describe(self, rank: int) -> str:
         """Say how a rank of the group has ended, or what it does."""
+    def measure(self, compares: bool, records: bool) -> None:
+        """Do without checks and records, to measure what they cost."""
     def history(self) -> list[dict[str, Any]]:
         """Return this rank's last operations on the group, oldest first."""
     def abort(self, why: str) -> None: ...
