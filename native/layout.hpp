@@ -261,6 +261,12 @@ constexpr int kWaits = 16;  // threads of one rank that can be seen waiting
 
 enum class Presence : uint32_t { Absent, Joining, Here, Left, Failed };
 
+// A text for all ranks to read.
+struct Note {
+  uint32_t length = 0;
+  char text[8192];
+};
+
 // One rank of a world.
 struct Member {
   std::atomic<Presence> presence;
@@ -279,6 +285,7 @@ struct Member {
   std::atomic<int32_t> unseen;   // waits that found no room below
   std::atomic<int64_t> changed_ns;  // when one of these or a wait came or went
   Wait waits[kWaits];
+  Notice<Note> note;
 };
 
 struct DeadlockReport {

@@ -355,12 +355,13 @@ void Mailbox::wait(Delivery& delivery, const Deadline& patience) {
       inspect(costly);
       if (delivery.state != Delivery::State::Open) return;
       if (patience.passed())
-        throw Failure(Kind::Timeout,
-                      headline(delivery) + ": not done when wait() timed out; it goes on");
+        throw Failure(Kind::Timeout, headline(delivery) + ": not done after a wait of " +
+                                         seconds_text(double(now_ns() - started) * 1e-9) +
+                                         "; it goes on");
       if (!costly) return;
       facts.any = delivery.peer < 0;
       for (int peer = 0; peer < board_->size(); ++peer)
-        if (peer == delivery.peer || (facts.any && peer != rank_))
+        if (peer == delivery.peer || (facts.any && peer != rank_ && !board_->seat(peer).left))
           facts.needs.add(board_->world_rank(peer));
       facts.blocked = patience.at() >= delivery.deadline.at() && only_others_can_end(delivery);
     }

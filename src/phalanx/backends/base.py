@@ -45,6 +45,7 @@ class GroupBackend(ABC):
         self.timeout = timeout
         self.global_ranks = list(range(size))  # the group that it is made for says which they are
         self._issued = 0
+        self._note = ""
         self._monitored = 0
         self._lane = _Lane()
 
@@ -105,6 +106,22 @@ class GroupBackend(ABC):
     def sequence_number(self) -> int:
         """Return how many collectives this rank has issued."""
         return self._issued
+
+    def note(self, text: str) -> None:
+        """Leave a text where the others can read it, also while this rank hangs."""
+        self._note = text
+
+    def notes(self) -> list[str]:
+        """Return what each rank has noted last, "" where there is nothing or no way to it."""
+        return [self._note if rank == self.rank else "" for rank in range(self.size)]
+
+    def history(self) -> list[dict[str, Any]]:
+        """Return the last operations of this rank, the oldest first, if the transport keeps them.
+
+        Each has ``kind`` ("collective" or "message"), ``sequence``, ``op``, ``state``, ``site`` and
+        the monotonic ``posted_ns`` and ``finished_ns`` (0: not yet), and what else is known of it.
+        """
+        return []
 
     def coalesce(self, calls: Sequence[Call], *, async_op: bool = False) -> Work | None:
         """Run ``(method name, arguments)`` calls in order, as one operation."""

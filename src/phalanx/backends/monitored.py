@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from phalanx.errors import DistBackendError, DistTimeout, PeerFailed
+from phalanx.errors import DistBackendError, DistTimeout, PeerFailed, expected
 from phalanx.types import Deadline
 
 if TYPE_CHECKING:
@@ -32,21 +32,22 @@ def lead(
     for peer in range(1, backend.size):
         token.zero_()
         try:
-            while token[0] < number:
-                backend.recv(token, peer, tag, timeout=deadline.left())
+            with expected():
+                while token[0] < number:
+                    backend.recv(token, peer, tag, timeout=deadline.left())
         except DistBackendError as error:
             missing[peer] = backend.describe(peer)
             timed_out |= not isinstance(error, PeerFailed)
             if not wait_all_ranks:
                 break
     for peer in range(1, backend.size) if not missing else ():
-        with suppress(DistBackendError):
+        with suppress(DistBackendError), expected():
             backend.recv(token, peer, tag, timeout=0)
             who = f"rank {backend.global_ranks[peer]}"
             missing[peer] = f"{who} was here and gave up before rank {backend.global_ranks[0]} came"
     verdict = torch.tensor([number] + [peer in missing for peer in range(backend.size)])
     for peer in range(1, backend.size):
-        with suppress(DistBackendError):
+        with suppress(DistBackendError), expected():
             backend.send(verdict, peer, tag, async_op=bool(missing))
     if not missing:
         return
@@ -69,11 +70,12 @@ def attend(backend: GroupBackend, number: int, tag: int, timeout: float) -> None
     )
     verdict = torch.zeros(1 + backend.size, dtype=torch.int64)
     try:
-        backend.send(torch.tensor([number]), 0, tag, timeout=deadline.left())
-        while verdict[0] < number:
-            backend.recv(verdict, 0, tag, timeout=deadline.left())
+        with expected():
+            backend.send(torch.tensor([number]), 0, tag, timeout=deadline.left())
+            while verdict[0] < number:
+                backend.recv(verdict, 0, tag, timeout=deadline.left())
     except DistBackendError as error:
-        with suppress(DistBackendError):
+        with suppress(DistBackendError), expected():
             backend.send(torch.tensor([-number]), 0, tag, async_op=True)
         if isinstance(error, DistTimeout):
             here += f", which has not answered after {timeout:g} s"
