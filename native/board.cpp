@@ -226,18 +226,23 @@ void Board::leave(int rank) {
   wake_all();
 }
 
+std::optional<Failure> Board::broken() const {
+  if (header().broken.load(std::memory_order_acquire) != 2) return {};
+  return Failure(Kind(header().kind), std::string(header().why, header().why_length));
+}
+
 void Board::check_broken() const {
-  if (header().broken.load(std::memory_order_acquire) == 2)
-    throw Failure(Kind(header().kind), std::string(header().why, header().why_length));
+  if (auto failure = broken()) throw *failure;
 }
 
 void Board::check_usable(const std::string& operation) const {
-  if (header().broken.load(std::memory_order_acquire) != 2) return;
-  throw Failure(Kind(header().kind),
-                operation + " on " + title() +
-                    ": the group cannot be used any more since an earlier failure; make a new one "
-                    "of the ranks that are left (new_group, shrink_group). The failure was:\n" +
-                    std::string(header().why, header().why_length));
+  if (auto failure = broken())
+    throw Failure(
+        failure->kind,
+        operation + " on " + title() +
+            ": the group cannot be used any more since an earlier failure; make a new "
+            "one of the ranks that are left (new_group, shrink_group). The failure was:\n" +
+            failure->what());
 }
 
 uint64_t Board::share(const void* data, size_t bytes) const {

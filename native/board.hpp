@@ -77,6 +77,7 @@ class Board {
   // Make the group unusable: every wait on it, now or later, raises this. The first caller's word
   // counts.
   void break_up(Kind kind, const std::string& why);
+  std::optional<Failure> broken() const;
   void check_broken() const;                              // throws what broke it, if anything did
   void check_usable(const std::string& operation) const;  // the same, for calls that come later
 

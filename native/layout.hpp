@@ -143,7 +143,7 @@ static_assert(sizeof(Cell) == 256);
 // Where a message that does not fit into a cell passes from the sender's memory to the receiver's.
 struct Pipe {
   // Taking: the receiver is reading the sender's own memory, which must stay until it is done.
-  // Refused: the receiver asked for something else; Unread: it left without asking.
+  // Refused: the receiver asked for something else; Unread: it gave up, or left without asking.
   enum State : uint32_t { Open, Taking, Refused, Unread, Abandoned };
   uint64_t direct;    // shared address of the whole message, or 0 if it flows through `data`
   uint64_t bytes;     // of the message
