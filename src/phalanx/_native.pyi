@@ -159,6 +159,8 @@ class Group:
     @property
     def sequence(self) -> int: ...
     def attend(self, creator: bool) -> None: ...
+    def describe(self, rank: int) -> str:
+        """Say how a rank of the group has ended, or what it does."""
     def measure(self, compares: bool, records: bool) -> None:
         """Do without checks and records, to measure what they cost."""
     def history(self) -> list[dict[str, Any]]:
