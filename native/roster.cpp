@@ -194,7 +194,7 @@ std::string Roster::how_it_ended(int rank) const {
 // Of a rank that said goodbye at the end of its program, once the program has ended: a matter of
 // milliseconds, for which this waits.
 std::string Roster::exit_code(int rank, bool ask_system) const {
-  constexpr int64_t kPatience = 300'000'000;
+  constexpr int64_t kPatience = 800'000'000;
   const Member& peer = member(rank);
   if (threads() || !ask_system || rank >= int(processes_.size())) return "";
   while (!has_ended(peer.heap) && now_ns() - peer.ended_ns < kPatience) ::usleep(1000);
