@@ -92,7 +92,11 @@ class Engine {
   ~Engine() {
     // A forked child has a copy of its parent's group: no threads, and no say in it.
     if (pid_ == ::getpid()) {
-      close();
+      try {
+        close();
+      } catch (nb::python_error& error) {  // a signal handler's
+        error.discard_as_unraisable("phalanx._native.Group");
+      }
     } else {
       lane_.release();
       mailbox_->release();
@@ -441,7 +445,8 @@ void bind_engine(nb::module_& m) {
           nb::arg("rank"), nb::arg("by"), "One thread more or less acts for a rank.")
       .def("leave", &Roster::leave, nb::arg("rank"))
       .def("fail", &Roster::fail, nb::arg("rank"), nb::arg("why"))
-      .def("obituary", &Roster::obituary, nb::arg("rank"), nb::arg("ask_system"))
+      .def("obituary", &Roster::obituary, nb::arg("rank"), nb::arg("ask_system"),
+           nb::call_guard<nb::gil_scoped_release>())
       .def("note", &Roster::note, nb::arg("rank"), nb::arg("text"),
            "Leave a text for all ranks, of which the last 8 KiB are kept.")
       .def(

@@ -46,7 +46,7 @@ class Waiting {
   Waiting(std::shared_ptr<Roster> roster, int rank, const std::string& group,
           const std::string& what, const std::vector<int>& needs, double timeout)
       : roster_(std::move(roster)),
-        waiter_(*roster_, rank),
+        waiter_(std::in_place, *roster_, rank),
         group_(group),
         what_(what),
         needs_(needs),
@@ -55,6 +55,7 @@ class Waiting {
     char api[24];
     Sites::find(site_, api);
   }
+  void close() { waiter_.reset(); }
   // The wait's condition was looked at since the last check.
   void check() {
     WaitFacts facts = wait_facts(Op::Barrier, group_, what_, site_, started_ns_);
@@ -63,12 +64,12 @@ class Waiting {
     facts.blocked = !ends_by_itself(timeout_, false);
     for (int rank : needs_) facts.needs.add(rank);
     nb::gil_scoped_release unlock;
-    if (auto deadlock = waiter_.update(facts)) throw Failure(Kind::Deadlock, *deadlock);
+    if (auto deadlock = waiter_->update(facts)) throw Failure(Kind::Deadlock, *deadlock);
   }
 
  private:
   std::shared_ptr<Roster> roster_;
-  Waiter waiter_;
+  std::optional<Waiter> waiter_;
   std::string group_, what_;
   std::vector<int> needs_;
   double timeout_;
@@ -92,5 +93,6 @@ void bind_waiting(nb::module_& m) {
                     const std::vector<int>&, double>(),
            nb::arg("roster"), nb::arg("rank"), nb::arg("group"), nb::arg("what"), nb::arg("needs"),
            nb::arg("timeout"))
+      .def("close", &Waiting::close, "Wait no longer.")
       .def("check", &Waiting::check, "Say that it goes on; raise Deadlock if it is part of one.");
 }

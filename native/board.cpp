@@ -152,12 +152,17 @@ Board::Arrival Board::count_arrival(uint64_t clock) const {
 
 bool Board::give_up(int rank, uint64_t clock, Posting& posting, Stage stage) const {
   if (crowded_) {
+    posting.reach(stage, now_ns());  // before anybody can ask why
     uint64_t word = header().arrived.load();
-    do {
-      if (ahead(word, clock) != 0 || count_in(word) == kGivenUp) return is_given_up(clock);
-      if (count_in(word) == uint32_t(size())) return false;
-    } while (!header().arrived.compare_exchange_weak(word, tally(clock, kGivenUp)));
-    publish_given_up(clock, posting, stage);
+    while (ahead(word, clock) == 0 && count_in(word) < uint32_t(size()))
+      if (header().arrived.compare_exchange_weak(word, tally(clock, kGivenUp))) break;
+    bool complete = ahead(word, clock) == 0 ? count_in(word) == uint32_t(size())
+                                            : int32_t(door().load() - uint32_t(clock)) >= 0;
+    if (complete) {
+      posting.reach(Stage::Waiting, 0);
+      return false;
+    }
+    publish_given_up(clock, posting, stage);  // also for one that may have died before it did
     return true;
   }
   // One at a time, or one that is giving up would count as absent for another.
@@ -181,6 +186,7 @@ bool Board::give_up(int rank, uint64_t clock, Posting& posting, Stage stage) con
 
 void Board::publish_given_up(uint64_t clock, Posting& posting, Stage stage) const {
   posting.reach(stage, now_ns());
+  if (header().given_up_last.load() >= clock) return;  // by another rank
   // Meetings that are given up before all have come to the first of them form a row.
   if (header().given_up_last.load() + 1 != clock) header().given_up_first.store(clock);
   header().given_up_last.store(clock);

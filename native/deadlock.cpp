@@ -99,9 +99,13 @@ class Search {
 
 void tell(const Roster& roster, const std::vector<BlockedWait>& waits) {
   auto& count = roster.header().deadlocks;
+  auto& since = roster.header().telling_since_ns;
   uint32_t before = count.load();
-  // Somebody else tells them, or has just done so.
+  // Somebody else tells them, or has just done so; or has died over it.
+  constexpr int64_t kLong = 1'000'000'000;
+  if (before % 2 && now_ns() - since > kLong) count.compare_exchange_strong(before, before + 1);
   if (before % 2 || !count.compare_exchange_strong(before, before + 1)) return;
+  since = now_ns();
   bool told = std::any_of(waits.begin(), waits.end(), [](const BlockedWait& found) {
     return found.wait->doom.load() == found.facts.since_ns;
   });
@@ -156,7 +160,7 @@ Waiter::Waiter(const Roster& roster, int rank, bool lane)
 Waiter::~Waiter() {
   if (wait_) {
     wait_->taken = false;
-    roster_.member(rank_).changed_ns = now_ns();
+    roster_.changed(rank_);
   } else if (since_ns_) {
     roster_.change(rank_, &Member::unseen, -1);
   }
@@ -168,20 +172,19 @@ void Waiter::show(int64_t now) {
     bool free = false;
     if (!wait.taken.compare_exchange_strong(free, true)) continue;
     wait_ = &wait;
-    roster_.member(rank_).changed_ns = now;
+    roster_.changed(rank_);
     return;
   }
   roster_.change(rank_, &Member::unseen, 1);
 }
 
 // Thread ranks are counted as their threads come and go.
-void Waiter::count_threads(int64_t now) const {
+void Waiter::count_threads() const {
   auto count = thread_count.load();
   if (lane_ || roster_.threads() || !count) return;
   int threads = count();
   if (threads < 0) threads = INT_MAX;
-  if (roster_.member(rank_).threads.exchange(threads) != threads)
-    roster_.member(rank_).changed_ns = now;
+  if (roster_.member(rank_).threads.exchange(threads) != threads) roster_.changed(rank_);
 }
 
 // A quick look: those that it needs wait as well.
@@ -202,7 +205,7 @@ std::optional<std::string> Waiter::update(WaitFacts facts) {
   const int64_t now = now_ns();
   if (!since_ns_) show(now);
   if (!wait_) return {};
-  count_threads(now);
+  count_threads();
   facts.lane = lane_;
   facts.since_ns = since_ns_;
   wait_->facts.write(facts);
@@ -212,8 +215,9 @@ std::optional<std::string> Waiter::update(WaitFacts facts) {
   return verdict();
 }
 
-std::optional<std::string> Waiter::verdict() const {
+std::optional<std::string> Waiter::verdict() {
   if (!wait_ || wait_->doom.load() != since_ns_) return {};
+  wait_->doom = 0;
   const DeadlockReport& report = roster_.header().reports[wait_->report % 4];
   std::string text(report.text, std::min<size_t>(report.length, sizeof report.text));
   return report.number == wait_->report ? text : "ranks wait for each other and none can go on";

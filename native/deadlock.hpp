@@ -35,12 +35,12 @@ class Waiter {
   // Show what the thread waits for now. Returns the verdict.
   std::optional<std::string> update(WaitFacts facts);
   // The report of the deadlock that the thread has been found to be part of. To be asked for before
-  // looking whether others have failed: they may have, over the same deadlock.
-  std::optional<std::string> verdict() const;
+  // looking whether others have failed: they may have, over the same deadlock. It is told once.
+  std::optional<std::string> verdict();
 
  private:
   void show(int64_t now);
-  void count_threads(int64_t now) const;
+  void count_threads() const;
   bool may_be_stuck(const WaitFacts& facts) const;
   const Roster& roster_;
   int rank_;

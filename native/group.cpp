@@ -80,6 +80,7 @@ void Group::run(Call& call) {
 
   posted_ = false;
   try {
+    if (ahead_) await_readers(passage);
     switch (call.op) {
       case Op::Barrier:
         meet(passage, Offer::Nothing);
@@ -116,8 +117,37 @@ void Group::run(Call& call) {
   for (auto& [output, data] : strided_outputs) unpack(output.data, data, *output.layout, item);
 }
 
+// After a meeting that was given up this rank may be two ahead of one that slept through it, and
+// must not write over what that one has yet to read. Waits until all have read what went before.
+void Group::await_readers(Passage& passage) {
+  std::vector<int> readers;
+  auto read = [&] {
+    readers.clear();
+    for (int rank = 0; rank < size(); ++rank)
+      if (board_->seat(rank).finished.load(std::memory_order_acquire) + 1 < clock_)
+        readers.push_back(rank);
+    return readers.empty();
+  };
+  posted_ = true;  // without its number this rank cannot go on
+  wait_until(board_->bell(), spin_, passage.deadline, read, [&](bool costly) {
+    board_->check_broken();
+    if (!costly) return;
+    if (std::string end = board_->first_obituary(readers, true); !end.empty())
+      throw Failure(Kind::PeerFailed, end);
+    if (passage.deadline.passed())
+      throw Failure(Kind::Timeout,
+                    "timed out: still in an earlier operation: " + board_->world_ranks(readers) +
+                        describe_absent(*board_, readers));
+    check_interrupt();
+  });
+  posted_ = false;
+  ahead_ = false;
+}
+
 // Show how the operation ended, unless that has been shown already.
 void Group::conclude(const Passage& passage, Stage stage) {
+  // Release: the others may write over what this rank has read.
+  board_->seat(rank_).finished.store(clock_, std::memory_order_release);
   if (!records) return;
   Posting& shown = board_->posting(rank_, passage.sequence);
   if (sequence() == passage.sequence && shown.stage_reached == Stage::Waiting)
@@ -244,7 +274,8 @@ void Group::judge(Passage& passage, std::span<const int> missing, WaitFacts& fac
   for (int rank : missing) facts.needs.add(board_->world_rank(rank));
   facts.blocked =
       passage.meeting && !missing.empty() && !ends_by_itself(timeout, passage.call.timeout >= 0);
-  check_deadlock(passage, passage.waiter.update(facts));
+  auto verdict = passage.waiter.update(facts);
+  if (passage.meeting) check_deadlock(passage, verdict);
   if (!passage.deadline.passed()) return;
   if (passage.meeting && !give_up(passage, Stage::TimedOut)) return;  // all have come after all
   double seconds = passage.call.timeout < 0 ? timeout : passage.call.timeout;
@@ -284,12 +315,14 @@ bool Group::give_up(Passage& passage, Stage stage) {
   Posting& posting = board_->posting(rank_, passage.sequence);
   if (!board_->give_up(rank_, clock_, posting, stage)) return false;
   posted_ = false;
+  ahead_ = true;
   passage.call.lent = false;  // nobody will touch anything
   return true;
 }
 
 void Group::throw_given_up(Passage& passage) {
   posted_ = false;
+  ahead_ = true;
   passage.call.lent = false;
   Kind kind = Kind::Timeout;
   std::string who;

@@ -117,6 +117,7 @@ class Group {
   void judge(Passage& passage, std::span<const int> missing, WaitFacts& facts);
   void check_deadlock(Passage& passage, const std::optional<std::string>& verdict);
   void conclude(const Passage& passage, Stage stage);
+  void await_readers(Passage& passage);
   bool give_up(Passage& passage, Stage stage);
   [[noreturn]] void throw_given_up(Passage& passage);
   bool reached(int rank) const { return board_->reached(rank, clock_); }
@@ -137,6 +138,7 @@ class Group {
   int rank_;
   std::string name_;
   bool posted_ = false;  // the others count on this rank: a failure now breaks the group
+  bool ahead_ = false;   // the last meeting was given up: others may not have come that far
   Spin spin_;
   uint64_t clock_ = 0;
   uint64_t turn_ = 0;

@@ -59,11 +59,11 @@ void Lane::work() {
     if (queue_.empty()) return;
     auto job = queue_.front();
     queue_.pop_front();
-    busy_ = true;
+    busy_ = working_ = true;
     lock.unlock();
     job->run();
     lock.lock();
-    busy_ = false;
+    busy_ = working_ = false;
     job->finish();  // whoever waited for it finds the lane idle
     job.reset();
     if (!queue_.empty()) continue;
@@ -74,7 +74,7 @@ void Lane::work() {
 
 bool Lane::drained(Clock::time_point until) {
   std::unique_lock lock(mutex_);
-  return idle_.wait_until(lock, until, [&] { return queue_.empty() && !busy_; });
+  return idle_.wait_until(lock, until, [&] { return queue_.empty() && !working_; });
 }
 
 void Lane::close() {

@@ -80,6 +80,7 @@ class Lane {
   OnWork on_work_;
   std::thread worker_;
   bool busy_ = false;
+  bool working_ = false;  // the worker, not a user's thread
   bool closing_ = false;
 };
 

@@ -115,6 +115,7 @@ struct Seat {
   std::atomic<bool> left;                 // and closed it again
   std::atomic<uint32_t> outbox;           // messages that wait for a free cell
   std::atomic<uint32_t> attending;        // threads that see to what arrives in the mailbox
+  std::atomic<uint64_t> finished;         // clock up to which its rank has read what others offer
   std::atomic<uint64_t> newest;           // sequence of the last posting
   std::atomic<uint64_t> newest_message;   // and of the last message
   Posting history[kHistory];
@@ -227,9 +228,11 @@ constexpr int kMostRanks = 1024;  // of a world whose waits are searched for dea
 
 class RankSet {
  public:
-  void add(int rank) { words_[rank / 64] |= uint64_t(1) << rank % 64; }
-  void remove(int rank) { words_[rank / 64] &= ~(uint64_t(1) << rank % 64); }
-  bool has(int rank) const { return words_[rank / 64] >> rank % 64 & 1; }
+  // Ranks beyond the most are not kept: nobody searches worlds that have them.
+  void add(int rank) {
+    if (rank < kMostRanks) words_[rank / 64] |= uint64_t(1) << rank % 64;
+  }
+  bool has(int rank) const { return rank < kMostRanks && (words_[rank / 64] >> rank % 64 & 1); }
 
  private:
   uint64_t words_[kMostRanks / 64] = {};
@@ -302,10 +305,11 @@ struct RosterHeader {
   uint32_t threads;  // ranks are threads of one process
   int64_t started_ns;
   Bell bell;
-  std::atomic<uint32_t> probed;         // ranks that have tried to read the others' memory
-  std::atomic<bool> reading_is_denied;  // to at least one of them
-  std::atomic<uint32_t> deadlocks;      // found so far; odd: being written, 2 per deadlock
-  DeadlockReport reports[4];            // the last few, by number
+  std::atomic<uint32_t> probed;           // ranks that have tried to read the others' memory
+  std::atomic<bool> reading_is_denied;    // to at least one of them
+  std::atomic<int64_t> telling_since_ns;  // when the last report was begun
+  std::atomic<uint32_t> deadlocks;        // found so far; odd: being written, 2 per deadlock
+  DeadlockReport reports[4];              // the last few, by number
 };
 
 // Tells apart builds that lay out differently what is described here.

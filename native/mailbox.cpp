@@ -34,6 +34,7 @@ Mailbox::Mailbox(std::shared_ptr<Board> board, int rank, std::string group)
 Mailbox::~Mailbox() { close(); }
 
 void Mailbox::close() {
+  if (released_) return;  // what is shared is the parent's
   // Messages whose senders were told that all is well are seen on their way, while somebody is
   // there to take them.
   auto sent = [&] {
@@ -162,6 +163,7 @@ void Mailbox::start(const std::shared_ptr<Delivery>& delivery, bool linger) {
   }
   bool open = delivery->state == Delivery::State::Open;
   if ((linger && open) || (!open && waiting_out_)) {
+    attend(true);
     if (!courier_.joinable())
       courier_ = std::thread([this] { run_courier(); });
     else
@@ -183,7 +185,7 @@ bool Mailbox::fail(Delivery& delivery, Kind kind, const std::string& why) {
   if (delivery.pipe) {
     auto seen = Pipe::Open;
     delivery.pipe->state.compare_exchange_strong(
-        seen, delivery.op == Op::Send ? Pipe::Abandoned : Pipe::Refused);
+        seen, delivery.op == Op::Send ? Pipe::Abandoned : Pipe::Unread);
     if (delivery.op == Op::Send && seen == Pipe::Taking &&
         board_->obituary(delivery.peer, true).empty())
       return false;
@@ -256,9 +258,9 @@ void Mailbox::inspect(bool costly) {
   progress();  // what a peer did before its end still counts
 
   // Peers that have failed over a deadlock are no news to a rank that is about to learn of it.
-  const bool doomed = awaits_verdict(board_->roster(), board_->world_rank(rank_));
+  if (awaits_verdict(board_->roster(), board_->world_rank(rank_))) return;
   auto judge = [&](Delivery& delivery) {
-    if (delivery.state != Delivery::State::Open || doomed) return;
+    if (delivery.state != Delivery::State::Open) return;
     int peer = delivery.source >= 0 ? delivery.source : delivery.peer;
     if (broken) {
       fail(delivery, broken->kind, headline(delivery) + ": the group is broken: " + broken->what());
@@ -316,16 +318,19 @@ bool Mailbox::only_others_can_end(const Delivery& delivery) const {
   }
   bool attended = board_->seat(delivery.peer).attending.load() > 0;
   if (!delivery.cell) return !attended;
-  if (delivery.pipe->wanted.load()) return false;
+  // In this order: whoever takes it out says before that it is wanted, if it is.
   bool taken_out = delivery.cell->turn.load() != delivery.turn;
-  return taken_out || !attended;
+  return !delivery.pipe->wanted.load() && (taken_out || !attended);
 }
 
 bool Mailbox::give_up_deadlock(Delivery& delivery, const std::optional<std::string>& verdict) {
   if (!verdict) return false;
   std::lock_guard lock(mutex_);
   progress();
-  if (delivery.state == Delivery::State::Open) fail(delivery, Kind::Deadlock, *verdict);
+  // Another rank of the deadlock may know of it already, and have sent or asked for something.
+  if (delivery.state != Delivery::State::Open) return true;
+  if (delivery.pipe && (delivery.op == Op::Recv || delivery.pipe->wanted)) return false;
+  fail(delivery, Kind::Deadlock, *verdict);
   asked_.remove_if([&](auto& open) { return open.get() == &delivery; });
   return true;
 }
@@ -350,9 +355,10 @@ void Mailbox::wait(Delivery& delivery, const Deadline& patience) {
       inspect(costly);
       if (delivery.state != Delivery::State::Open) return;
       if (patience.passed())
-        throw Failure(Kind::Timeout, headline(delivery) + ": not done after a wait of " +
-                                         seconds_text(double(nanoseconds(patience.at()) - started) * 1e-9) +
-                                         "; it goes on");
+        throw Failure(Kind::Timeout,
+                      headline(delivery) + ": not done after a wait of " +
+                          seconds_text(double(nanoseconds(patience.at()) - started) * 1e-9) +
+                          "; it goes on");
       if (!costly) return;
       facts.any = delivery.peer < 0;
       for (int peer = 0; peer < board_->size(); ++peer)
@@ -386,11 +392,20 @@ bool Mailbox::idle() const {
                       [](auto& delivery) { return delivery->state == Delivery::State::Open; });
 }
 
+// From when the courier is asked to until it has nothing left to do, not only while it runs: others
+// judge by this whether what they sent can still be taken.
+void Mailbox::attend(bool attends) {
+  if (attends != attends_) board_->seat(rank_).attending += attends ? 1 : -1;
+  attends_ = attends;
+}
+
 void Mailbox::run_courier() {
   for (;;) {
     {
       std::unique_lock lock(mutex_);
+      if (idle()) attend(false);
       wake_courier_.wait(lock, [&] { return closing_ || !idle(); });
+      attend(!closing_);
       if (closing_) return;
     }
     auto at_rest = [&] {
@@ -399,7 +414,6 @@ void Mailbox::run_courier() {
       return closing_ || idle();
     };
     Spin spin(false);
-    Attendance attendance(board_->seat(rank_));
     wait_until(bell(), spin, Deadline::in(-1), at_rest, [&](bool costly) {
       std::lock_guard lock(mutex_);
       inspect(costly);

@@ -83,7 +83,7 @@ class Mailbox {
   void close();
   // Forget a thread that a fork has not copied.
   void release() {
-    closing_ = true;
+    closing_ = released_ = true;
     new std::thread(std::move(courier_));
   }
 
@@ -124,6 +124,7 @@ class Mailbox {
   void close_pipe(Delivery& delivery);
   std::string headline(const Delivery& delivery) const;
   void run_courier();
+  void attend(bool attends);
   Bell& bell() { return board_->seat(rank_).mail; }
 
   std::shared_ptr<Board> board_;
@@ -134,6 +135,8 @@ class Mailbox {
   std::condition_variable wake_courier_;
   std::thread courier_;
   bool closing_ = false;
+  bool released_ = false;
+  bool attends_ = false;  // the courier, or it will as soon as it runs
 
   std::vector<uint32_t> pipes_out_;        // not yet read to the end, per peer
   std::vector<uint64_t> sent_, received_;  // cells used so far, per peer

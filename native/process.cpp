@@ -71,14 +71,17 @@ std::atomic<std::atomic<int32_t>*> places[kPlaces];
 std::atomic<int32_t> noting_process;
 struct sigaction before[kFatal.size()];
 
-void note_and_die(int number) {
+void note_and_die(int number, siginfo_t* info, void*) {
   // A forked child has its parent's handlers, but does not speak for it.
   if (::getpid() == noting_process.load(std::memory_order_relaxed))
     for (auto& place : places)
       if (auto* word = place.load(std::memory_order_acquire)) word->store(number);
   for (size_t i = 0; i < kFatal.size(); ++i)
     if (kFatal[i] == number) ::sigaction(number, &before[i], nullptr);
-  ::raise(number);  // delivered when this returns
+  // A fault happens again when this returns, and shows the former handler where; what was sent is
+  // sent once more.
+  bool fault = info->si_code > 0 && number != SIGABRT && number != SIGTERM && number != SIGHUP;
+  if (!fault) ::raise(number);
 }
 
 }  // namespace
@@ -149,19 +152,21 @@ int64_t count_oom_kills() {
 void note_fatal_signals(std::atomic<int32_t>* place) {
   static std::mutex mutex;
   std::lock_guard lock(mutex);
-  if (noting_process.exchange(::getpid()) != ::getpid())
+  if (noting_process.exchange(::getpid()) != ::getpid()) {
+    for (auto& place : places) place = nullptr;  // a parent's, in a forked child
     for (size_t i = 0; i < kFatal.size(); ++i) {
       struct sigaction now{};
       ::sigaction(kFatal[i], nullptr, &now);
       bool asked = kFatal[i] == SIGTERM || kFatal[i] == SIGHUP;
       // What the user handles or ignores is not fatal; the handler may be inherited from a parent.
-      if ((asked && now.sa_handler != SIG_DFL) || now.sa_handler == note_and_die) continue;
+      if ((asked && now.sa_handler != SIG_DFL) || now.sa_sigaction == note_and_die) continue;
       before[i] = now;
       now = {};
-      now.sa_handler = note_and_die;
-      now.sa_flags = SA_ONSTACK;
+      now.sa_sigaction = note_and_die;
+      now.sa_flags = SA_ONSTACK | SA_SIGINFO;
       ::sigaction(kFatal[i], &now, nullptr);
     }
+  }
   for (auto& free : places) {
     std::atomic<int32_t>* nobody = nullptr;
     if (free.compare_exchange_strong(nobody, place)) return;

@@ -143,7 +143,13 @@ void Roster::read(int rank, void* into, uint64_t address, size_t bytes) const {
 
 void Roster::change(int rank, std::atomic<int32_t> Member::* count, int by) const {
   (member(rank).*count).fetch_add(by);
-  member(rank).changed_ns = now_ns();
+  changed(rank);
+}
+
+void Roster::changed(int rank) const {
+  auto& last = member(rank).changed_ns;
+  int64_t now = now_ns(), before = last.load();
+  while (before < now && !last.compare_exchange_weak(before, now)) continue;
 }
 
 void Roster::leave(int rank) {

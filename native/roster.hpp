@@ -58,6 +58,7 @@ class Roster {
   Member& member(int rank) const { return members_of(&header())[rank]; }
   // One more or less of these may act for the rank.
   void change(int rank, std::atomic<int32_t> Member::* count, int by) const;
+  void changed(int rank) const;  // something of that kind came or went just now
 
   ~Roster();
   Roster(const Roster&) = delete;

@@ -123,6 +123,8 @@ class Waiting:
         needs: Sequence[int],
         timeout: float,
     ) -> None: ...
+    def close(self) -> None:
+        """Wait no longer."""
     def check(self) -> None:
         """Say that it goes on; raise Deadlock if it is part of one.
 

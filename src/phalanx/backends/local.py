@@ -8,13 +8,13 @@ import sys
 import traceback
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from phalanx import _native, bystanders
+from phalanx import _native, bystanders, errors
 from phalanx.backends.base import Call, GroupBackend
 from phalanx.backends.registry import BackendOptions
 from phalanx.errors import DistBackendError, DistTimeout, PeerFailed, StoreTimeout
@@ -44,7 +44,7 @@ def create(options: BackendOptions, pg_options: object = None) -> LocalBackend:
         group.attend(creator)
     except DistBackendError as error:
         if creator:
-            options.store.set("board", f"{_GIVEN_UP}{error}")
+            options.store.set("board", f"{_GIVEN_UP}{type(error).__name__} {error}")
         raise
     return LocalBackend(group, roster, members, options)
 
@@ -75,21 +75,27 @@ def _announced(options: BackendOptions, roster: _native.Roster, members: Sequenc
     creator, me = members[0], members[options.group_rank]
     what = f"the making of group {options.group_id!r}"
     waiting = _native.Waiting(roster, me, options.group_id, what, [creator], options.timeout)
-    while True:
-        with suppress(StoreTimeout):
-            options.store.wait(["board"], min(deadline.left(), _LOOK))
-        if options.store.check(["board"]):
-            ticket = str(options.store.get("board").decode())
-            if ticket.startswith(_GIVEN_UP):
-                raise DistTimeout(f"{what} was given up by rank {creator}: {ticket[1:]}")
-            return ticket
-        waiting.check()
-        if end := roster.obituary(creator, ask_system=True):
-            raise PeerFailed(f"{what}: {end}")
-        if deadline.left() <= 0:
-            raise DistTimeout(
-                f"{what}: rank {creator} has not called for it within {options.timeout:g} s"
-            )
+    with closing(waiting):
+        while True:
+            with suppress(StoreTimeout):
+                options.store.wait(["board"], min(deadline.left(), _LOOK))
+            if options.store.check(["board"]):
+                return _ticket(str(options.store.get("board").decode()), what, creator)
+            waiting.check()
+            if end := roster.obituary(creator, ask_system=True):
+                raise PeerFailed(f"{what}: {end}")
+            if deadline.left() <= 0:
+                raise DistTimeout(
+                    f"{what}: rank {creator} has not called for it within {options.timeout:g} s"
+                )
+
+
+def _ticket(word: str, what: str, creator: int) -> str:
+    """Return the ticket of a board, or raise as its creator did if it has given up."""
+    if not word.startswith(_GIVEN_UP):
+        return word
+    kind, _, why = word.removeprefix(_GIVEN_UP).partition(" ")
+    raise getattr(errors, kind)(f"{what} was given up by rank {creator}: {why}")
 
 
 class NativeWork(Work):

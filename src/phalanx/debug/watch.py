@@ -109,13 +109,14 @@ def failed(error: DistBackendError) -> None:
 def _dump(world: World, reason: str) -> None:
     try:
         recorder.dump(world, reason)
-    except OSError as error:
+    except Exception as error:
         # A record that cannot be written must not hide, or cause, a failure.
         _log.error("cannot write the flight record: %s", error, extra={"rank": world.rank})
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
-    for world in sorted(_worlds, key=lambda world: world.rank):
+    worlds = list(_worlds)  # ranks that are threads come and go meanwhile
+    for world in sorted(worlds, key=lambda world: world.rank):
         _dump(world, signal.Signals(number).name)
 
 

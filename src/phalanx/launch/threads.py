@@ -74,23 +74,42 @@ class _Stop(BaseException):
     """Raised in a rank thread from outside, to end it."""
 
 
+class _Slot(world.Slot):
+    """A slot whose worlds know how many threads may act for its rank."""
+
+    def __init__(self) -> None:
+        self._others = 0  # besides the rank's first thread
+        self._lock = threading.Lock()
+        super().__init__()
+
+    def __setattr__(self, name: str, value: Any) -> None:  # so that reading stays fast
+        super().__setattr__(name, value)
+        if name == "world":
+            with self._lock:
+                self._tell(self._others)
+
+    def count_threads(self, by: int) -> None:
+        with self._lock:
+            self._others += by
+            self._tell(by)
+
+    def _tell(self, by: int) -> None:
+        home = self.world
+        if by and home is not None and "roster" in home.shared:
+            home.shared["roster"].count_threads(home.rank, by)
+
+
 class _Rank:
     """Who a thread is: the rank's world and random stream."""
 
     def __init__(self, rank: int, rng: bool) -> None:
         self.rank = rank
-        self.slot = world.Slot()
+        self.slot = _Slot()
         self.stream = random.Stream() if rng else None
 
-    def one_more_thread(self) -> Callable[[], None]:
-        """Count a thread that may act for this rank; returns what to call when it has ended."""
-        home = self.slot.world
-        roster = None if home is None else home.shared.get("roster")
-        if home is None or roster is None:
-            return lambda: None
-        rank = home.rank
-        roster.count_threads(rank, 1)
-        return lambda: roster.count_threads(rank, -1)
+    def count_thread(self, by: int) -> None:
+        """Count a thread more or less that may act for this rank, in this world and later ones."""
+        self.slot.count_threads(by)
 
     def close(self) -> None:
         """Free what a rank that failed has left behind."""
@@ -216,7 +235,7 @@ def _start_as_rank(self: threading.Thread) -> None:
     rank: _Rank | None = getattr(_here, "rank", None)
     if rank is not None and not bystanders.includes(self):
         run = self.run
-        ended = rank.one_more_thread()
+        rank.count_thread(1)
 
         def run_as_rank() -> None:
             del self.run
@@ -224,10 +243,16 @@ def _start_as_rank(self: threading.Thread) -> None:
                 with rank.identity():
                     run()
             finally:
-                ended()
+                rank.count_thread(-1)
 
         self.run = run_as_rank  # type: ignore[method-assign]
-    _start(self)
+        try:
+            _start(self)
+        except BaseException:
+            rank.count_thread(-1)
+            raise
+    else:
+        _start(self)
 
 
 def _submit_as_rank(
@@ -238,15 +263,18 @@ def _submit_as_rank(
     if rank is None:
         return _submit(self, fn, *args, **kwargs)
 
-    ended = rank.one_more_thread()
-
     def task() -> T:
         with rank.identity():
             return fn(*args, **kwargs)
 
-    with _nobody():
-        future = _submit(self, task)
-    future.add_done_callback(lambda _: ended())
+    rank.count_thread(1)
+    try:
+        with _nobody():
+            future = _submit(self, task)
+    except BaseException:
+        rank.count_thread(-1)
+        raise
+    future.add_done_callback(lambda _: rank.count_thread(-1))
     return future
 
 
