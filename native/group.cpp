@@ -124,7 +124,7 @@ void Group::await_readers(Passage& passage) {
   auto read = [&] {
     readers.clear();
     for (int rank = 0; rank < size(); ++rank)
-      if (board_->seat(rank).finished.load(std::memory_order_acquire) + 1 < clock_)
+      if (board_->seat(rank).finished.load(std::memory_order_acquire) < met_)
         readers.push_back(rank);
     return readers.empty();
   };
@@ -148,6 +148,7 @@ void Group::await_readers(Passage& passage) {
 void Group::conclude(const Passage& passage, Stage stage) {
   // Release: the others may write over what this rank has read.
   board_->seat(rank_).finished.store(clock_, std::memory_order_release);
+  if (stage == Stage::Done || stage == Stage::Mismatch) met_ = clock_;
   if (!records) return;
   Posting& shown = board_->posting(rank_, passage.sequence);
   if (sequence() == passage.sequence && shown.stage_reached == Stage::Waiting)

@@ -138,6 +138,7 @@ class Group {
   int rank_;
   std::string name_;
   bool posted_ = false;  // the others count on this rank: a failure now breaks the group
+  uint64_t met_ = 0;     // clock at the end of the last operation that was not given up
   bool ahead_ = false;   // the last meeting was given up: others may not have come that far
   Spin spin_;
   uint64_t clock_ = 0;
