@@ -16,6 +16,7 @@ class Case:
 
     program: Program
     ranks: str
+    replay: str  # the command that runs it alone
     injected: Fault | None = None
 
     @property
@@ -32,28 +33,32 @@ class Case:
         return try_program(self.program, self.ranks, culprit, self.fault == "kill_later")
 
 
-def _ranks(rng: random.Random, ranks: str) -> str:
-    draw = rng.random()  # always drawn, so that the program does not depend on the choice
-    return ranks if ranks != "both" else ("processes" if draw < 0.2 else "threads")
+def _ranks(number: int, ranks: str) -> str:
+    return ranks if ranks != "both" else ("processes" if number % 5 == 4 else "threads")
+
+
+def _replay(seed: int, number: int, ranks: str, series: str = "") -> str:
+    words = ["scripts/fuzz_faults", series, f"--seed {seed} --ranks {ranks} --only {number}"]
+    return " ".join(word for word in words if word)
 
 
 def fault_case(seed: int, number: int, ranks: str) -> Case:
     """Return a right program with one fault in it."""
     rng = random.Random(f"fault {seed} {number}")
-    kind = _ranks(rng, ranks)
+    kind = _ranks(number, ranks)
     program, fault = inject(rng, right_program(rng), kind == "processes")
-    return Case(program, kind, fault)
+    return Case(program, kind, _replay(seed, number, ranks), fault)
 
 
 def right_case(seed: int, number: int, ranks: str) -> Case:
     """Return a right program."""
     rng = random.Random(f"right {seed} {number}")
-    kind = _ranks(rng, ranks)
-    return Case(right_program(rng), kind)
+    kind = _ranks(number, ranks)
+    return Case(right_program(rng), kind, _replay(seed, number, ranks, "--right"))
 
 
 def deadlock_case(seed: int, number: int, ranks: str) -> Case:
     """Return a program that may get stuck."""
     rng = random.Random(f"deadlock {seed} {number}")
-    kind = _ranks(rng, ranks)
-    return Case(wild_program(rng), kind)
+    kind = _ranks(number, ranks)
+    return Case(wild_program(rng), kind, _replay(seed, number, ranks, "--deadlocks"))

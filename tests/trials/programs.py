@@ -218,7 +218,7 @@ def wild_program(rng: random.Random) -> Program:
     """Return a program whose ranks often do not fit together: many get stuck."""
     size = rng.randint(2, 4)
     groups = some_groups(rng, size)
-    if len(groups) > 1 and rng.random() < 0.5:
+    if rng.random() < 0.6:
         return _crossed_program(rng, groups, size)
     writer = _Writer(rng, groups, size)
     program = writer.write(rng.randint(3, 8))

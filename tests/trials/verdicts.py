@@ -172,10 +172,10 @@ class _Judge:
 
     def expectations(self, culprit: int | None, death_at_any_time: bool) -> Expectations:
         """Say how each rank may end. `culprit` is the rank to blame, where one is."""
-        disturbed = bool(self.sources) or death_at_any_time
         ranks = []
         for rank, end in enumerate(self.ends):
             expectation = self._expectation(rank, end)
+            disturbed = bool(self.sources - {rank, ("open", rank)}) or death_at_any_time
             if disturbed and end.kind not in ("raise", "exit", "os_exit", "kill", "stuck"):
                 lone = end.kind == "mismatch" and not end.later and len(self.sources) == 1
                 if not lone or death_at_any_time:
@@ -239,8 +239,8 @@ def expect(
 
 def ranks_named(text: str) -> set[int]:
     """Return all ranks that a message names: "rank 3", "ranks 0-2, 5"."""
-    found: set[int] = set()
-    for listed in re.findall(r"\branks? (\d+(?:-\d+)?(?:(?:,| and) \d+(?:-\d+)?)*)", text):
+    found = {int(rank) for rank in re.findall(r"\brank (\d+)", text)}
+    for listed in re.findall(r"\branks (\d+(?:-\d+)?(?:(?:,| and|, and) \d+(?:-\d+)?)*)", text):
         for first, last in re.findall(r"(\d+)(?:-(\d+))?", listed):
             found |= set(range(int(first), int(last or first) + 1))
     return found
