@@ -10,6 +10,7 @@ namespace nb = nanobind;
 
 void bind_engine(nb::module_& m);
 void bind_stores(nb::module_& m);
+void bind_waiting(nb::module_& m);
 
 namespace {
 
@@ -66,4 +67,5 @@ NB_MODULE(_native, m) {
   nb::register_exception_translator(translate);
   bind_engine(m);
   bind_stores(m);
+  bind_waiting(m);
 }

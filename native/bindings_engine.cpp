@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include "bindings_posting.hpp"
 #include "bindings_site.hpp"
 #include "bindings_tensor.hpp"
 #include "lane.hpp"
@@ -74,15 +75,27 @@ class Pending {
 
 class PendingJob : public Pending {
  public:
-  PendingJob(std::shared_ptr<Job> job, std::string title)
-      : job_(std::move(job)), title_(std::move(title)) {}
+  PendingJob(std::shared_ptr<Job> job, std::shared_ptr<Board> board, int rank, const Call& call)
+      : job_(std::move(job)),
+        board_(std::move(board)),
+        rank_(rank),
+        op_(call.op),
+        site_(call.site) {}
   bool done() override { return job_->done(); }
   std::exception_ptr error() override { return job_->error(); }
   void wait(double timeout) override {
     Deadline patience = Deadline::in(timeout);
-    while (!job_->wait(std::min(patience.at(), Clock::now() + kSlice))) {
+    Waiter waiter(board_->roster(), board_->world_rank(rank_));
+    const int64_t started = now_ns();
+    for (;;) {
+      WaitFacts facts = wait_facts(op_, board_->name(), name(op_), site_.c_str(), started);
+      facts.own = true;
+      facts.blocked = timeout < 0;
+      if (job_->wait(std::min(patience.at(), Clock::now() + kSlice))) break;
       if (patience.passed())
-        throw Failure(Kind::Timeout, title_ + ": not done when wait() timed out");
+        throw Failure(Kind::Timeout, std::string(name(op_)) + " on group '" + board_->name() +
+                                         "' at " + site_ + ": not done when wait() timed out");
+      waiter.update(facts);
       check_interrupt();
     }
     if (job_->error()) std::rethrow_exception(job_->error());
@@ -90,7 +103,10 @@ class PendingJob : public Pending {
 
  private:
   std::shared_ptr<Job> job_;
-  std::string title_;
+  std::shared_ptr<Board> board_;
+  int rank_;
+  Op op_;
+  std::string site_;
 };
 
 class PendingDelivery : public Pending {
@@ -109,6 +125,9 @@ class PendingDelivery : public Pending {
   std::shared_ptr<Delivery> delivery_;
 };
 
+// The place of this thread's next call in a batch of calls that belong together.
+thread_local uint16_t batch_part = 0, batch_parts = 0;
+
 // Native waits on this thread, one within the other if signal handlers call.
 thread_local int calls_under_way = 0;
 
@@ -122,10 +141,13 @@ class Engine {
  public:
   Engine(std::shared_ptr<Roster> roster, std::vector<int> members, int rank,
          const std::string& name, double timeout, const std::string& ticket)
-      : board_(ticket.empty() ? Board::create(roster, members)
+      : board_(ticket.empty() ? Board::create(roster, members, name)
                               : Board::open(roster, members, ticket)),
         group_(board_, rank, name, timeout),
-        mailbox_(std::make_shared<Mailbox>(board_, rank, name)) {}
+        mailbox_(std::make_shared<Mailbox>(board_, rank, name)),
+        lane_([board = board_, member = members[rank]](int by) {
+          board->roster().change(member, &Member::lanes, by);
+        }) {}
 
   ~Engine() {
     // A forked child has a copy of its parent's group: no threads, and no say in it.
@@ -139,8 +161,12 @@ class Engine {
 
   std::string ticket() const { return board_->ticket(); }
   void attend(bool creator) {
-    board_->attend(group_.rank(), creator, group_.name(), Deadline::in(group_.timeout));
+    char site[80], api[24];
+    Sites::find(site, api);
+    nb::gil_scoped_release unlock;
+    board_->attend(group_.rank(), creator, site, group_.timeout);
   }
+  nb::list history() const { return as_list(board_->seat(group_.rank())); }
   uint64_t sequence() const { return group_.sequence(); }
   double timeout() const { return group_.timeout; }
   void set_timeout(double timeout) { group_.timeout = timeout; }
@@ -293,8 +319,10 @@ class Engine {
   template <class... Kept>
   nb::object issue(Call&& call, double timeout, bool async, Kept... kept) {
     Graveyard::empty();
-    Sites::find(call.site);
+    Sites::find(call.site, call.api);
     call.timeout = timeout;
+    call.part = batch_part;
+    call.parts = batch_parts;
     if (!async) {
       bool done;
       try {
@@ -308,10 +336,10 @@ class Engine {
       }
       if (done) return nb::none();
     }
-    std::string title = std::string(name(call.op)) + " on group '" + group_.name() + "'";
+    call.on_lane = true;
+    auto shared = std::make_shared<Call>(std::move(call));
     // Owned by the job: the caller may be interrupted while it waits.
-    auto body = [this, call = std::make_shared<Call>(std::move(call)),
-                 alive = Graveyard::keep(nb::make_tuple(frozen(kept)...))] {
+    auto body = [this, call = shared, alive = Graveyard::keep(nb::make_tuple(frozen(kept)...))] {
       try {
         group_.run(*call);
       } catch (...) {
@@ -320,7 +348,7 @@ class Engine {
       }
     };
     std::shared_ptr<Pending> pending =
-        std::make_shared<PendingJob>(lane_.submit(std::move(body)), std::move(title));
+        std::make_shared<PendingJob>(lane_.submit(std::move(body)), board_, group_.rank(), *shared);
     if (async) return nb::cast(pending);
     {
       nb::gil_scoped_release unlock;
@@ -333,9 +361,11 @@ class Engine {
   nb::object deliver(Op op, nb::handle tensor, int peer, int tag, double timeout, bool async) {
     Graveyard::empty();
     Look look(tensor);
-    auto delivery = std::make_shared<Delivery>(op, peer, tag, look.dtype, look.view(),
-                                               timeout < 0 ? group_.timeout : timeout);
-    Sites::find(delivery->site);
+    auto delivery =
+        std::make_shared<Delivery>(op, peer, tag, look.dtype, look.view(), timeout, group_.timeout);
+    delivery->ndim = std::min<int>(look.shown.ndim, std::size(delivery->shape));
+    std::copy_n(look.shown.shape, delivery->ndim, delivery->shape);
+    Sites::find(delivery->site, delivery->api);
     if (async) delivery->keep = Graveyard::keep(tensor);
     {
       nb::gil_scoped_release unlock;
@@ -367,7 +397,7 @@ void bind_engine(nb::module_& m) {
 
   m.def(
       "configure",
-      [](nb::type_object tensor, const std::string& package) {
+      [](nb::type_object tensor, const std::vector<std::string>& packages) {
         void* table = PyCapsule_GetPointer(
             nb::object(tensor.attr("__dlpack_c_exchange_api__")).ptr(), "dlpack_exchange_api");
         if (!table) throw nb::python_error();
@@ -378,10 +408,17 @@ void bind_engine(nb::module_& m) {
                                            ", this version of phalanx knows 1");
         torch().tensor = reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr());
         torch().dlpack = dlpack;
-        Sites::set_package(package);
+        Sites::set_packages(packages);
       },
-      nb::arg("tensor"), nb::arg("package"),
-      "Tell the core torch's tensor type and where this package lives.");
+      nb::arg("tensor"), nb::arg("packages"),
+      "Tell the core torch's tensor type, and in which directories no user's code is.");
+  m.def(
+      "batch",
+      [](size_t part, size_t parts) {
+        batch_part = uint16_t(std::min<size_t>(part, UINT16_MAX));
+        batch_parts = uint16_t(std::min<size_t>(parts, UINT16_MAX));
+      },
+      nb::arg("part"), nb::arg("parts"), "Say which of a batch this thread's next call is.");
   m.def(
       "dtype_code",
       [](nb::handle tensor) {
@@ -436,6 +473,10 @@ void bind_engine(nb::module_& m) {
             roster.join(rank, Deadline::in(timeout));
           },
           nb::arg("rank"), nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
+      .def(
+          "count_threads",
+          [](const Roster& roster, int rank, int by) { roster.change(rank, &Member::threads, by); },
+          nb::arg("rank"), nb::arg("by"), "One thread more or less acts for a rank.")
       .def("leave", &Roster::leave, nb::arg("rank"))
       .def("fail", &Roster::fail, nb::arg("rank"), nb::arg("why"))
       .def("obituary", &Roster::obituary, nb::arg("rank"), nb::arg("ask_system"));
@@ -469,7 +510,8 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("ticket", &Engine::ticket)
       .def_prop_ro("sequence", &Engine::sequence)
       .def_prop_rw("timeout", &Engine::timeout, &Engine::set_timeout)
-      .def("attend", &Engine::attend, nb::arg("creator"), nb::call_guard<nb::gil_scoped_release>(),
+      .def("history", &Engine::history, "This rank's last operations on the group, oldest first.")
+      .def("attend", &Engine::attend, nb::arg("creator"),
            "Say that this rank is there; the creator returns when all are.")
       .def("abort", &Engine::abort, nb::arg("why"))
       .def("alarm", &Engine::alarm)

@@ -1,89 +1,51 @@
 #include "board.hpp"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <cstring>
 
-#include "kernels.hpp"
-#include "mailbox.hpp"
+#include "deadlock.hpp"
+#include "report.hpp"
 
 namespace phalanx {
-
-struct Board::Header {
-  uint32_t crowded;
-  Bell bell;
-  alignas(64) std::atomic<uint32_t> arrived[2];
-  alignas(64) std::atomic<uint32_t> mismatch;
-  std::atomic<uint32_t> door;
-  alignas(64) std::atomic<uint32_t> broken;  // 0 no, 1 being written, 2 yes
-  Kind kind;
-  uint32_t why_length;
-  char why[6000];
-};
-
 namespace {
 
-size_t lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
+// The word by which crowded ranks count: the clock of the meeting in its upper half, in the lower
+// one how many have come, or that it was given up.
+constexpr uint32_t kGivenUp = UINT32_MAX;
+uint64_t tally(uint64_t clock, uint32_t count) { return clock << 32 | count; }
+uint32_t count_in(uint64_t word) { return uint32_t(word); }
+// How far the word's meeting is ahead of this one.
+int32_t ahead(uint64_t word, uint64_t clock) {
+  return int32_t(uint32_t(word >> 32) - uint32_t(clock));
+}
 
 }  // namespace
-
-uint64_t mix(uint64_t hash, uint64_t value) {
-  hash ^= value + 0x9e3779b97f4a7c15ull + (hash << 6) + (hash >> 2);
-  hash *= 0xff51afd7ed558ccdull;
-  return hash ^ (hash >> 32);
-}
-
-const char* name(Op op) {
-  static constexpr const char* names[] = {"barrier",    "broadcast", "all_reduce", "reduce",
-                                          "all_gather", "gather",    "scatter",    "reduce_scatter",
-                                          "all_to_all", "send",      "recv"};
-  return names[static_cast<size_t>(op)];
-}
-
-uint64_t Posting::digest() const {
-  uint64_t hash =
-      uint64_t(op) | uint64_t(dtype) << 8 | uint64_t(reduce) << 16 | uint64_t(uint32_t(root)) << 32;
-  hash = mix(sequence, hash);
-  bool own_shape = op == Op::AllGather || op == Op::ReduceScatter || op == Op::AllToAll;
-  for (int i = 0; i < ndim && !own_shape; ++i) hash = mix(hash, uint64_t(shape[i]) * 2 + 1);
-  return mix(hash, detail);
-}
-
-std::string Posting::describe() const {
-  std::string text = std::string(name(op)) + "(";
-  if (op == Op::Barrier) return text + ")";
-  text += phalanx::name(dtype);
-  text += "[";
-  for (int i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
-  text += "]";
-  bool reduces = op == Op::AllReduce || op == Op::Reduce || op == Op::ReduceScatter;
-  if (reduces) text += std::string(", ") + phalanx::name(reduce);
-  if (root >= 0)
-    text += (op == Op::Broadcast || op == Op::Scatter ? ", src=" : ", dst=") + std::to_string(root);
-  return text + ")";
-}
-
-size_t Board::bytes_for(int size) {
-  size_t p = size_t(size);
-  return lines(sizeof(Header)) + p * lines(sizeof(Seat)) + p * 2 * kSlot +
-         lines(p * 2 * p * sizeof(Parcel)) + p * p * kCells * sizeof(Cell);
-}
 
 Board::Board(std::shared_ptr<Roster> roster, std::vector<int> members,
              std::shared_ptr<Region> region)
     : roster_(std::move(roster)), members_(std::move(members)), region_(std::move(region)) {
-  size_t p = members_.size();
-  std::byte* at = region_->data() + lines(sizeof(Header));
-  seats_ = reinterpret_cast<Seat*>(at);
-  slots_ = (at += p * lines(sizeof(Seat)));
-  parcels_ = reinterpret_cast<Parcel*>(at += p * 2 * kSlot);
-  cells_ = at + lines(p * 2 * p * sizeof(Parcel));
+  BoardLayout layout(members_.size());
+  std::byte* base = region_->data();
+  seats_ = reinterpret_cast<Seat*>(base + layout.seats);
+  slots_ = base + layout.slots;
+  parcels_ = reinterpret_cast<Parcel*>(base + layout.parcels);
+  cells_ = base + layout.cells;
   crowded_ = header().crowded != 0;
 }
 
-std::shared_ptr<Board> Board::create(std::shared_ptr<Roster> roster, std::vector<int> members) {
-  int size = int(members.size());
-  auto region = Region::create(bytes_for(size), roster->threads());
-  reinterpret_cast<Header*>(region->data())->crowded = size > roster->cores(members);
+std::shared_ptr<Board> Board::create(std::shared_ptr<Roster> roster, std::vector<int> members,
+                                     const std::string& name) {
+  BoardLayout layout(members.size());
+  auto region = Region::create(layout.end, roster->threads());
+  auto& header = *reinterpret_cast<BoardHeader*>(region->data());
+  header.roster = roster->id();
+  header.size = uint32_t(members.size());
+  header.crowded = int(members.size()) > roster->cores(members);
+  name.copy(header.name, sizeof header.name - 1);
+  auto* shown = reinterpret_cast<int32_t*>(region->data() + layout.members);
+  std::copy(members.begin(), members.end(), shown);
   return std::shared_ptr<Board>(
       new Board(std::move(roster), std::move(members), std::move(region)));
 }
@@ -94,7 +56,8 @@ std::shared_ptr<Board> Board::open(std::shared_ptr<Roster> roster, std::vector<i
       new Board(std::move(roster), std::move(members), Region::open(ticket)));
 }
 
-void Board::attend(int rank, bool creator, const std::string& group, const Deadline& deadline) {
+void Board::attend(int rank, bool creator, const char* site, double timeout) {
+  const Deadline deadline = Deadline::in(timeout);
   seat(rank).present = true;
   bell().ring();
   if (!creator) return;
@@ -104,19 +67,31 @@ void Board::attend(int rank, bool creator, const std::string& group, const Deadl
       if (!seat(peer).present) ranks.push_back(peer);
     return ranks;
   };
+  const std::string what = "the making of group '" + name() + "'";
+  const int64_t started = now_ns();
+  Waiter waiter(*roster_, world_rank(rank));
   Spin spin(false);
   wait_until(
       bell(), spin, deadline, [&] { return missing().empty(); },
       [&](bool costly) {
         check_broken();
-        for (int peer : missing())
-          if (std::string end = obituary(peer, costly); !end.empty() && !seat(peer).present)
-            throw Failure(Kind::PeerFailed, "group '" + group + "' cannot be made: " + end);
-        if (!costly) return;
+        auto deadlock = waiter.verdict();
+        WaitFacts facts = wait_facts(Op::Barrier, name(), what, site, started);
+        facts.making = true;
+        std::vector<int> absent = missing();
+        std::string end = deadlock ? "" : first_obituary(absent, costly);
+        if (!end.empty() && missing() == absent)
+          throw Failure(Kind::PeerFailed, "group '" + name() + "' cannot be made: " + end);
+        if (!costly && !deadlock) return;
+        for (int peer : absent) facts.needs.add(world_rank(peer));
+        facts.blocked = !absent.empty() && !ends_by_itself(timeout, false);
+        if (!deadlock) deadlock = waiter.update(facts);
+        if (deadlock) throw Failure(Kind::Deadlock, what + ": " + *deadlock);
         if (deadline.passed())
-          throw Failure(Kind::Timeout, "group '" + group +
+          throw Failure(Kind::Timeout, "group '" + name() +
                                            "' cannot be made: timed out waiting for " +
-                                           rank_list(missing()) + " of the group to call as well");
+                                           rank_list(absent) + " of the group to call as well" +
+                                           describe_absent(*this, absent));
         check_interrupt();
       });
 }
@@ -126,14 +101,74 @@ Cell* Board::cells(int from, int to) const {
 }
 
 Bell& Board::bell() const { return header().bell; }
-std::atomic<uint32_t>& Board::arrived(uint32_t clock) const { return header().arrived[clock & 1]; }
 std::atomic<uint32_t>& Board::mismatch() const { return header().mismatch; }
 std::atomic<uint32_t>& Board::door() const { return header().door; }
+
+Board::Arrival Board::count_arrival(uint64_t clock) const {
+  uint64_t word = header().arrived.load(std::memory_order_relaxed), next;
+  do {
+    if (ahead(word, clock) > 0 || (ahead(word, clock) == 0 && count_in(word) == kGivenUp))
+      return Arrival::TooLate;
+    next = ahead(word, clock) == 0 ? word + 1 : tally(clock, 1);
+    // Acquire and release: the last one to count has seen all that the others wrote before.
+  } while (!header().arrived.compare_exchange_weak(word, next, std::memory_order_acq_rel,
+                                                   std::memory_order_relaxed));
+  return count_in(next) == uint32_t(size()) ? Arrival::Last : Arrival::Early;
+}
+
+bool Board::give_up(int rank, uint64_t clock, Posting& posting, Stage stage) const {
+  if (crowded_) {
+    uint64_t word = header().arrived.load();
+    do {
+      if (ahead(word, clock) != 0 || count_in(word) == kGivenUp) return is_given_up(clock);
+      if (count_in(word) == uint32_t(size())) return false;
+    } while (!header().arrived.compare_exchange_weak(word, tally(clock, kGivenUp)));
+    publish_given_up(clock, posting, stage);
+    return true;
+  }
+  // One at a time, or one that is giving up would count as absent for another.
+  for (uint32_t holder = 0; !header().doubt.compare_exchange_weak(holder, uint32_t(rank + 1));) {
+    if (std::string end = holder ? obituary(int(holder) - 1, true) : ""; !end.empty())
+      throw Failure(Kind::PeerFailed, end);
+    holder = 0;
+    ::sched_yield();
+  }
+  // Pairs with the fence in is_given_up: if a rank is seen absent here, whoever sees it arrive
+  // later also sees the doubt, or what came of it.
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  auto& given_up = header().given_up_last;
+  bool already = given_up.load() >= clock && header().given_up_first.load() <= clock;
+  bool incomplete = false;
+  for (int peer = 0; peer < size(); ++peer) incomplete |= !reached(peer, clock);
+  if (!already && incomplete) publish_given_up(clock, posting, stage);
+  header().doubt.store(0, std::memory_order_release);
+  return already || incomplete;
+}
+
+void Board::publish_given_up(uint64_t clock, Posting& posting, Stage stage) const {
+  posting.reach(stage, now_ns());
+  // Meetings that are given up before all have come to the first of them form a row.
+  if (header().given_up_last.load() + 1 != clock) header().given_up_first.store(clock);
+  header().given_up_last.store(clock);
+  wake_all();
+}
+
+bool Board::is_given_up(uint64_t clock) const {
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+  while (uint32_t holder = header().doubt.load(std::memory_order_acquire)) {
+    check_broken();
+    if (std::string end = obituary(int(holder) - 1, true); !end.empty())
+      throw Failure(Kind::PeerFailed, end);
+    ::sched_yield();
+  }
+  return header().given_up_last.load(std::memory_order_acquire) >= clock &&
+         header().given_up_first.load(std::memory_order_acquire) <= clock;
+}
 
 void Board::break_up(Kind kind, const std::string& why) {
   uint32_t whole = 0;
   if (!header().broken.compare_exchange_strong(whole, 1)) return;
-  header().kind = kind;
+  header().kind = uint32_t(kind);
   header().why_length = uint32_t(std::min(why.size(), sizeof header().why));
   std::memcpy(header().why, why.data(), header().why_length);
   header().broken.store(2);
@@ -152,7 +187,16 @@ void Board::leave(int rank) {
 
 void Board::check_broken() const {
   if (header().broken.load(std::memory_order_acquire) == 2)
-    throw Failure(header().kind, std::string(header().why, header().why_length));
+    throw Failure(Kind(header().kind), std::string(header().why, header().why_length));
+}
+
+void Board::check_usable(const std::string& operation) const {
+  if (header().broken.load(std::memory_order_acquire) != 2) return;
+  throw Failure(Kind(header().kind),
+                operation + " on group '" + name() +
+                    "': the group cannot be used any more since an earlier failure; make a new one "
+                    "of the ranks that are left (new_group, shrink_group). The failure was:\n" +
+                    std::string(header().why, header().why_length));
 }
 
 uint64_t Board::share(const void* data, size_t bytes) const {
@@ -161,55 +205,40 @@ uint64_t Board::share(const void* data, size_t bytes) const {
   return heap->contains(data, bytes) ? heap->offset(data) : 0;
 }
 
+const Posting* Board::last_posting(int rank) const {
+  const Seat& seat = this->seat(rank);
+  uint64_t newest = seat.newest.load(std::memory_order_acquire);
+  uint64_t message = seat.newest_message.load(std::memory_order_acquire);
+  const Posting* last = newest ? &seat.history[newest % kHistory] : nullptr;
+  const Posting* sent = message ? &seat.messages[message % kHistory] : nullptr;
+  return !last || (sent && sent->posted_ns > last->posted_ns) ? sent : last;
+}
+
 std::string Board::obituary(int rank, bool ask_system) const {
   // Its own word first: the system only knows that it is gone.
   std::string end = roster_->obituary(members_[rank], false);
-  if (!end.empty()) return end;
-  if (seat(rank).left.load(std::memory_order_acquire))
-    return roster_->title(members_[rank]) + " has destroyed this group";
-  return ask_system ? roster_->obituary(members_[rank], true) : "";
+  if (end.empty() && seat(rank).left.load(std::memory_order_acquire))
+    end = roster_->title(members_[rank]) + " has destroyed this group";
+  if (end.empty() && ask_system) end = roster_->obituary(members_[rank], true);
+  if (end.empty()) return end;
+  const Posting* last = last_posting(rank);
+  std::string note = "\n  " + (last ? "its last operation on this group: " + describe_posting(*last)
+                                    : "it had made no operation on this group");
+  // Before the traceback, if it left one.
+  return end.insert(std::min(end.find('\n'), end.size()), note);
 }
 
-std::string rank_list(std::span<const int> ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size();) {
-    size_t end = i;
-    while (end + 1 < ranks.size() && ranks[end + 1] == ranks[end] + 1) ++end;
-    text += (i ? ", " : "") + std::to_string(ranks[i]);
-    if (end > i) text += (end == i + 1 ? ", " : "-") + std::to_string(ranks[end]);
-    i = end + 1;
+std::string Board::first_obituary(std::span<const int> ranks, bool ask_system) const {
+  std::string first;
+  int64_t when = INT64_MAX;
+  for (int rank : ranks) {
+    std::string end = obituary(rank, ask_system);
+    int64_t ended = roster_->ended_ns(members_[rank]);
+    if (end.empty() || ended >= when) continue;
+    first = end;
+    when = ended;
   }
-  return text;
-}
-
-std::string mismatch_report(const Board& board, const std::string& group, uint64_t sequence) {
-  struct Kind {
-    std::vector<int> ranks;
-    std::string what, site;
-  };
-  std::vector<Kind> kinds;
-  for (int rank = 0; rank < board.size(); ++rank) {
-    const Posting& posting = board.posting(rank, sequence);
-    std::string what = posting.describe(), site = posting.site;
-    auto same = std::find_if(kinds.begin(), kinds.end(),
-                             [&](Kind& k) { return k.what == what && k.site == site; });
-    if (same == kinds.end()) same = kinds.insert(kinds.end(), Kind{{}, what, site});
-    same->ranks.push_back(rank);
-  }
-  size_t rank_width = 0, what_width = 0;
-  for (auto& kind : kinds) {
-    rank_width = std::max(rank_width, rank_list(kind.ranks).size());
-    what_width = std::max(what_width, kind.what.size());
-  }
-  std::string text = std::string(name(board.posting(0, sequence).op)) + " #" +
-                     std::to_string(sequence) + " on group '" + group +
-                     "' does not match across ranks";
-  for (auto& kind : kinds) {
-    std::string ranks = rank_list(kind.ranks);
-    text += "\n  " + ranks + std::string(rank_width - ranks.size() + 2, ' ') + kind.what +
-            std::string(what_width - kind.what.size() + 2, ' ') + kind.site;
-  }
-  return text;
+  return first;
 }
 
 }  // namespace phalanx

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "group.hpp"
+#include "report.hpp"
 
 namespace phalanx {
 // How to offer memory that the others cannot map. Reading it through the system takes one copy; a
@@ -90,7 +91,7 @@ void Group::exchange(Passage& passage) {
       passage.posting.detail = mix(passage.posting.detail, output.count);
 
   Offer offer = Offer::Nothing;
-  if (bytes > 0 && bytes <= Board::kSlot) {
+  if (bytes > 0 && bytes <= kSlot) {
     offer = Offer::Inline;
     std::byte* area = inline_area(rank_, clock_ + 1, passage.sequence, bytes);
     for (Part& part : parts)
@@ -135,11 +136,12 @@ void Group::exchange(Passage& passage) {
         uint64_t given = board_->parcel(from, to, passage.sequence).given;
         uint64_t taken = board_->parcel(to, from, passage.sequence).taken;
         if (given != taken)
-          throw Failure(Kind::Mismatch, mismatch_report(*board_, name_, passage.sequence) +
-                                            "\nrank " + std::to_string(from) + " has " +
+          throw Failure(Kind::Mismatch,
+                        mismatch_report(*board_, passage.sequence,
+                                        "rank " + std::to_string(from) + " has " +
                                             std::to_string(given / item) + " elements for rank " +
                                             std::to_string(to) + ", which expects " +
-                                            std::to_string(taken / item));
+                                            std::to_string(taken / item)));
       }
 
   uint64_t steps = 0;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "report.hpp"
+
 namespace phalanx {
 namespace {
 
@@ -12,10 +14,6 @@ constexpr size_t kChunk = 256 << 10;
 constexpr size_t kCrowdedChunk = 1 << 20;
 
 constexpr int kWoken = 1;  // ranks that the last one to arrive at a crowded meeting wakes
-
-int64_t nanoseconds(Clock::time_point at) {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(at.time_since_epoch()).count();
-}
 
 }  // namespace
 
@@ -33,7 +31,7 @@ Group::~Group() {
 }
 
 void Group::run(Call& call) {
-  board_->check_broken();
+  board_->check_usable(phalanx::name(call.op));
   const auto start = Clock::now();
   size_t item = item_size(call.dtype);
 
@@ -61,7 +59,9 @@ void Group::run(Call& call) {
                   Deadline::after(start, call.timeout < 0 ? timeout : call.timeout),
                   sequence() + 1,
                   item,
-                  {}};
+                  {},
+                  start,
+                  {board_->roster(), board_->world_rank(rank_), call.on_lane}};
   Posting& posting = passage.posting;
   posting.sequence = passage.sequence;
   posting.op = call.op;
@@ -73,7 +73,10 @@ void Group::run(Call& call) {
   posting.posted_ns = nanoseconds(start);
   posting.ndim = uint8_t(call.ndim);
   std::copy_n(call.shape, std::size(call.shape), posting.shape);
+  posting.part = call.part;
+  posting.parts = call.parts;
   std::memcpy(posting.site, call.site, sizeof posting.site);
+  std::memcpy(posting.api, call.api, sizeof posting.api);
 
   posted_ = false;
   try {
@@ -90,6 +93,7 @@ void Group::run(Call& call) {
         exchange(passage);
     }
   } catch (const Failure& failure) {
+    conclude(passage, failure.kind == Kind::Mismatch ? Stage::Mismatch : Stage::Failed);
     if (failure.kind == Kind::Mismatch)
       call.lent = false;  // agreed by all: nobody touches anything
     else if (posted_)
@@ -97,16 +101,22 @@ void Group::run(Call& call) {
     if (call.lent) board_->park(std::make_shared<decltype(call.scratch)>(std::move(call.scratch)));
     throw;
   } catch (...) {
+    conclude(passage, Stage::Interrupted);
     if (posted_)
       board_->break_up(Kind::PeerFailed,
                        headline(passage) + ": interrupted on rank " + std::to_string(rank_));
     if (call.lent) board_->park(std::make_shared<decltype(call.scratch)>(std::move(call.scratch)));
     throw;
   }
-  Posting& shown = board_->posting(rank_, passage.sequence);
-  shown.finished_ns = nanoseconds(Clock::now());
-  shown.done = true;
+  conclude(passage, Stage::Done);
   for (auto& [output, data] : strided_outputs) unpack(output.data, data, *output.layout, item);
+}
+
+// Show how the operation ended, unless that has been shown already.
+void Group::conclude(const Passage& passage, Stage stage) {
+  Posting& shown = board_->posting(rank_, passage.sequence);
+  if (sequence() == passage.sequence && shown.stage_reached == Stage::Waiting)
+    shown.reach(stage, now_ns());
 }
 
 void Group::meet(Passage& passage, Offer offer) {
@@ -114,52 +124,54 @@ void Group::meet(Passage& passage, Offer offer) {
   posting.offer = offer;
   board_->posting(rank_, passage.sequence) = posting;
   sequence_.store(passage.sequence, std::memory_order_relaxed);
+  Seat& seat = board_->seat(rank_);
+  seat.newest.store(passage.sequence, std::memory_order_release);
   posted_ = true;
   passage.call.lent = offer == Offer::Direct || offer == Offer::Remote;
-  Line& line = board_->seat(rank_).lines[(clock_ + 1) & 1];
+  Line& line = seat.lines[(clock_ + 1) & 1];
   line.digest = posting.digest();
   line.offer = offer;
-  arrive(true);
+  passage.meeting = true;
+  if (!arrive(true)) throw_given_up(passage);
   await(passage);
   board_->check_broken();  // the others may have given up before this rank came
-  if (!agreed()) throw Failure(Kind::Mismatch, mismatch_report(*board_, name_, passage.sequence));
+  if (board_->is_given_up(clock_)) throw_given_up(passage);
+  passage.meeting = false;
+  if (!agreed()) throw Failure(Kind::Mismatch, mismatch_report(*board_, passage.sequence));
 }
 
-void Group::tick(const Passage& passage) {
+void Group::tick(Passage& passage) {
   arrive(false);
   await(passage);
 }
 
-void Group::arrive(bool compare) {
+// False if the others have given up on this meeting.
+bool Group::arrive(bool compare) {
   ++clock_;
   // Release: whoever sees the clock also sees the posting, the payload and all passes before it.
-  board_->seat(rank_).lines[clock_ & 1].clock.store(clock_, std::memory_order_release);
+  board_->seat(rank_).lines[clock_ & 1].clock.store(uint32_t(clock_), std::memory_order_release);
   if (!board_->crowded()) {
     board_->bell().ring();
-    return;
+    return true;
   }
-  // Acquire and release: the last one to count has seen all lines, and shows them through the door.
-  if (board_->arrived(clock_).fetch_add(1, std::memory_order_acq_rel) + 1 != uint32_t(size()))
-    return;
-  board_->arrived(clock_).store(0, std::memory_order_relaxed);
+  auto arrival = board_->count_arrival(clock_);
+  if (arrival != Board::Arrival::Last) return arrival == Board::Arrival::Early;
   if (compare)
-    board_->mismatch().store(same_digests() ? clock_ - 1 : clock_, std::memory_order_relaxed);
-  board_->door().store(clock_, std::memory_order_release);
+    board_->mismatch().store(uint32_t(clock_) - same_digests(), std::memory_order_relaxed);
+  board_->door().store(uint32_t(clock_), std::memory_order_release);
   board_->bell().ring(kWoken);
+  return true;
 }
 
-bool Group::reached(int rank) const {
-  return int32_t(board_->seat(rank).lines[clock_ & 1].clock.load(std::memory_order_acquire) -
-                 clock_) >= 0;
-}
-
-void Group::await(const Passage& passage) {
+void Group::await(Passage& passage) {
   int next = 0;
   auto everybody = [&] {
     while (next < size() && (next == rank_ || reached(next))) ++next;
     return next == size();
   };
-  auto door = [&] { return int32_t(board_->door().load(std::memory_order_acquire) - clock_) >= 0; };
+  auto door = [&] {
+    return int32_t(board_->door().load(std::memory_order_acquire) - uint32_t(clock_)) >= 0;
+  };
   auto on_look = [&](bool costly) { look(passage, costly); };
   if (board_->crowded()) {
     // Woken all at once, ranks would only fight for the few cores (and threads for the
@@ -179,7 +191,8 @@ bool Group::same_digests() const {
 }
 
 bool Group::agreed() const {
-  if (board_->crowded()) return board_->mismatch().load(std::memory_order_relaxed) != clock_;
+  if (board_->crowded())
+    return board_->mismatch().load(std::memory_order_relaxed) != uint32_t(clock_);
   return same_digests();
 }
 
@@ -188,43 +201,103 @@ std::string Group::headline(const Passage& passage) const {
          " on group '" + name_ + "'";
 }
 
-void Group::look(const Passage& passage, bool costly) {
+void Group::look(Passage& passage, bool costly) {
   board_->check_broken();
-  if (!costly) return;
-  std::vector<int> missing;
-  for (int rank = 0; rank < size(); ++rank) {
-    if (rank == rank_ || reached(rank)) continue;
-    std::string end = board_->obituary(rank, true);
-    // Looked at again: it may have arrived here as its last deed.
-    if (!end.empty() && !reached(rank))
-      throw Failure(Kind::PeerFailed, headline(passage) + ": " + end);
-    missing.push_back(rank);
+  if (passage.meeting) {
+    check_deadlock(passage, passage.waiter.verdict());
+    if (board_->is_given_up(clock_)) throw_given_up(passage);
   }
-  // All have arrived and yet the door is shut: the last one ended on its threshold.
+  if (!costly) return;
+  WaitFacts facts = wait_facts(passage.call.op, name_, passage.posting.describe(),
+                               passage.call.site, nanoseconds(passage.start));
+  std::vector<int> missing, gone;
+  for (int rank = 0; rank < size(); ++rank)
+    if (rank != rank_ && !reached(rank)) missing.push_back(rank);
+  for (int rank : missing)
+    // Looked at again: it may have arrived here as its last deed.
+    if (!board_->obituary(rank, true).empty() && !reached(rank)) gone.push_back(rank);
+  // All have arrived and yet the door is shut: the last one may have ended on its threshold.
   if (missing.empty())
     for (int rank = 0; rank < size(); ++rank)
-      if (std::string end = board_->obituary(rank, true); !end.empty())
-        throw Failure(Kind::PeerFailed, headline(passage) + ": " + end);
-  if (passage.deadline.passed()) {
-    double seconds = passage.call.timeout < 0 ? timeout : passage.call.timeout;
-    std::string text = headline(passage) + ": rank " + std::to_string(rank_) +
-                       " reached its timeout of " + seconds_text(seconds) + " at " +
-                       passage.call.site + "; not arrived: " + rank_list(missing);
-    for (int rank : missing) {
-      const Posting& last = board_->posting(rank, passage.sequence - 1);
-      text += "\n  rank " + std::to_string(rank);
-      if (last.sequence == passage.sequence - 1 && last.sequence > 0)
-        text += " last did " + last.describe() + " #" + std::to_string(last.sequence) + "  " +
-                last.site;
-      else
-        text += " has not come this far";
-    }
-    throw Failure(Kind::Timeout, text);
+      if (!board_->obituary(rank, true).empty()) gone.push_back(rank);
+  if (!gone.empty())
+    throw Failure(Kind::PeerFailed, headline(passage) + ": " + board_->first_obituary(gone, true));
+  try {
+    judge(passage, missing, facts);
+    check_interrupt();
+  } catch (const Failure&) {
+    throw;
+  } catch (...) {  // a signal handler's
+    if (passage.meeting) give_up(passage, Stage::Interrupted);
+    throw;
   }
-  check_interrupt();
 }
 
-std::byte* Group::inline_area(int rank, uint32_t clock, uint64_t sequence, size_t bytes) const {
+// Whether the wait has any hope.
+void Group::judge(Passage& passage, std::span<const int> missing, WaitFacts& facts) {
+  for (int rank : missing) facts.needs.add(board_->world_rank(rank));
+  facts.blocked =
+      passage.meeting && !missing.empty() && !ends_by_itself(timeout, passage.call.timeout >= 0);
+  check_deadlock(passage, passage.waiter.update(facts));
+  if (!passage.deadline.passed()) return;
+  if (passage.meeting && !give_up(passage, Stage::TimedOut)) return;  // all have come after all
+  double seconds = passage.call.timeout < 0 ? timeout : passage.call.timeout;
+  std::vector<int> arrived;
+  for (int rank = 0; rank < size(); ++rank)
+    if (std::find(missing.begin(), missing.end(), rank) == missing.end()) arrived.push_back(rank);
+  throw Failure(Kind::Timeout,
+                headline(passage) + ": rank " + std::to_string(rank_) + " reached its timeout of " +
+                    seconds_text(seconds) + " in " + passage.posting.describe() + " at " +
+                    passage.call.site + "\n  arrived: " + rank_list(arrived) +
+                    "; not arrived: " + rank_list(missing) + describe_absent(*board_, missing));
+}
+
+void Group::check_deadlock(Passage& passage, const std::optional<std::string>& verdict) {
+  if (verdict && give_up(passage, Stage::Deadlock))
+    throw Failure(Kind::Deadlock, headline(passage) + ": " + *verdict);
+}
+
+bool Group::give_up(Passage& passage, Stage stage) {
+  Posting& posting = board_->posting(rank_, passage.sequence);
+  if (!board_->give_up(rank_, clock_, posting, stage)) return false;
+  posted_ = false;
+  passage.call.lent = false;  // nobody will touch anything
+  return true;
+}
+
+void Group::throw_given_up(const Passage& passage) {
+  posted_ = false;
+  passage.call.lent = false;
+  Kind kind = Kind::Timeout;
+  std::string who;
+  for (int rank = 0; rank < size(); ++rank) {
+    const Posting& posting = board_->posting(rank, passage.sequence);
+    if (rank == rank_ || posting.sequence != passage.sequence) continue;
+    Stage stage = posting.stage_reached;
+    if (stage != Stage::TimedOut && stage != Stage::Deadlock && stage != Stage::Interrupted)
+      continue;
+    kind = stage == Stage::TimedOut   ? Kind::Timeout
+           : stage == Stage::Deadlock ? Kind::Deadlock
+                                      : Kind::PeerFailed;
+    who += "\n  rank " + std::to_string(rank) + " " + describe_posting(posting);
+  }
+  Posting& mine = board_->posting(rank_, passage.sequence);
+  mine.reach(kind == Kind::Timeout    ? Stage::TimedOut
+             : kind == Kind::Deadlock ? Stage::Deadlock
+                                      : Stage::Interrupted,
+             now_ns());
+  std::vector<int> missing;
+  for (int rank = 0; rank < size(); ++rank)
+    if (!reached(rank)) missing.push_back(rank);
+  std::string absent = missing.empty() ? ""
+                                       : "\n  not arrived: " + rank_list(missing) +
+                                             describe_absent(*board_, missing);
+  throw Failure(kind, headline(passage) + " was given up; rank " + std::to_string(rank_) +
+                          " is in it at " + passage.call.site + who + absent +
+                          "\nthe group can still be used");
+}
+
+std::byte* Group::inline_area(int rank, uint64_t clock, uint64_t sequence, size_t bytes) const {
   return bytes <= kLinePayload ? board_->seat(rank).lines[clock & 1].payload
                                : board_->slot(rank, sequence);
 }

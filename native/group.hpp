@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "board.hpp"
+#include "deadlock.hpp"
 #include "kernels.hpp"
 #include "strided.hpp"
 
@@ -43,7 +44,10 @@ struct Call {
   int ndim = 0;
   int64_t shape[6] = {};
   uint64_t detail = 0;
+  uint16_t part = 0, parts = 0;  // its place in a batch
+  bool on_lane = false;          // runs on the lane's thread, not the user's
   char site[80] = {};
+  char api[24] = {};
 
   // Dense stand-ins for strided tensors and copies of overlapping ones. Once a call has lent memory
   // to the others, they and the tensors must outlive it even if it fails: `lent` tells.
@@ -82,6 +86,9 @@ class Group {
     uint64_t sequence;
     size_t item;
     Posting posting;
+    Clock::time_point start;
+    Waiter waiter;
+    bool meeting = false;  // not all have arrived yet: it can still be given up
   };
 
   void exchange(Passage& passage);
@@ -96,18 +103,23 @@ class Group {
 
   // Post, wait for all, compare. Throws on every rank alike where postings differ.
   void meet(Passage& passage, Offer offer);
-  void tick(const Passage& passage);
-  void arrive(bool compare);
-  void await(const Passage& passage);
+  void tick(Passage& passage);
+  bool arrive(bool compare);
+  void await(Passage& passage);
   bool same_digests() const;
   bool agreed() const;
-  void look(const Passage& passage, bool costly);
-  bool reached(int rank) const;
+  void look(Passage& passage, bool costly);
+  void judge(Passage& passage, std::span<const int> missing, WaitFacts& facts);
+  void check_deadlock(Passage& passage, const std::optional<std::string>& verdict);
+  void conclude(const Passage& passage, Stage stage);
+  bool give_up(Passage& passage, Stage stage);
+  [[noreturn]] void throw_given_up(const Passage& passage);
+  bool reached(int rank) const { return board_->reached(rank, clock_); }
   std::string headline(const Passage& passage) const;
 
   Offer offer_of(int rank) const { return board_->seat(rank).lines[clock_ & 1].offer; }
   // Where an Inline offer of so many bytes stands: in the line if it fits, else in the slot.
-  std::byte* inline_area(int rank, uint32_t clock, uint64_t sequence, size_t bytes) const;
+  std::byte* inline_area(int rank, uint64_t clock, uint64_t sequence, size_t bytes) const;
   // A stage has room for the pieces of three turns: one being filled, one being combined or taken,
   // one whose results are being taken.
   static constexpr size_t kTurns = 3;
@@ -118,9 +130,9 @@ class Group {
   std::shared_ptr<Board> board_;
   int rank_;
   std::string name_;
-  bool posted_ = false;  // the operation under way is on the board: a failure now breaks the group
+  bool posted_ = false;  // the others count on this rank: a failure now breaks the group
   Spin spin_;
-  uint32_t clock_ = 0;
+  uint64_t clock_ = 0;
   uint64_t turn_ = 0;
   std::atomic<uint64_t> sequence_ = 0;
   size_t chunk_;

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "failure.hpp"
+#include "process.hpp"
 
 namespace phalanx {
 namespace {
@@ -46,30 +47,6 @@ bool fill(int fd, uint64_t start, uint64_t length) {
 std::string errno_text() { return std::strerror(errno); }
 
 }  // namespace
-
-uint64_t process_start_time(int32_t pid) {
-  char path[64];
-  std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
-  int fd = ::open(path, O_RDONLY | O_CLOEXEC);
-  // Out of descriptors, say, is no proof of anybody's death.
-  if (fd < 0) return errno == ENOENT || errno == ESRCH ? 0 : kUnknownStart;
-  char text[1024];
-  ssize_t got = ::read(fd, text, sizeof text - 1);
-  ::close(fd);
-  if (got <= 0) return 0;  // it ended between the two calls
-  text[got] = 0;
-  // The command name stands in parentheses and may hold anything: fields count from the last ')'.
-  const char* field = std::strrchr(text, ')');
-  if (!field || field[1] == 0) return 0;
-  field += 2;
-  if (*field == 'Z' || *field == 'X') return 0;
-  for (int skipped = 0; skipped < 19; ++skipped) {
-    field = std::strchr(field, ' ');
-    if (!field) return 0;
-    ++field;
-  }
-  return std::strtoull(field, nullptr, 10);
-}
 
 std::shared_ptr<Heap> Heap::mine() {
   static std::mutex mutex;

@@ -76,9 +76,4 @@ class Block {
   size_t size_ = 0;
 };
 
-// Start time of a process in clock ticks since boot; 0 if it is gone or a zombie, kUnknownStart if
-// the system does not tell.
-constexpr uint64_t kUnknownStart = UINT64_MAX;
-uint64_t process_start_time(int32_t pid);
-
 }  // namespace phalanx

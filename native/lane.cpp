@@ -42,6 +42,8 @@ std::shared_ptr<Job> Lane::submit(std::function<void()> body) {
   std::lock_guard lock(mutex_);
   if (closing_) throw_closed();
   if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
+  // What queues up behind a call on a user's thread becomes work when that call leaves.
+  if (queue_.empty() && !busy_) on_work_(1);
   queue_.push_back(job);
   changed_.notify_all();
   return job;
@@ -64,6 +66,7 @@ void Lane::work() {
     busy_ = false;
     job->finish();  // whoever waited for it finds the lane idle
     job.reset();
+    if (queue_.empty()) on_work_(-1);
   }
 }
 

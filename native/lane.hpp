@@ -36,7 +36,9 @@ class Job {
 
 class Lane {
  public:
-  Lane() = default;
+  // Told of +1 when the lane's own thread gets something to do, of -1 when it has done it.
+  using OnWork = std::function<void(int)>;
+  explicit Lane(OnWork on_work = [](int) {}) : on_work_(std::move(on_work)) {}
   ~Lane() { close(); }
   std::shared_ptr<Job> submit(std::function<void()> body);
 
@@ -54,7 +56,9 @@ class Lane {
       ~Leave() {
         std::lock_guard lock(lane.mutex_);
         lane.busy_ = false;
-        if (!lane.queue_.empty()) lane.changed_.notify_all();
+        if (lane.queue_.empty()) return;
+        lane.on_work_(1);
+        lane.changed_.notify_all();
       }
     } leave{*this};
     body();
@@ -72,6 +76,7 @@ class Lane {
   std::mutex mutex_;
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Job>> queue_;
+  OnWork on_work_;
   std::thread worker_;
   bool busy_ = false;
   bool closing_ = false;

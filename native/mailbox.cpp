@@ -4,6 +4,8 @@
 #include <array>
 #include <cstring>
 
+#include "report.hpp"
+
 namespace phalanx {
 namespace {
 
@@ -14,6 +16,13 @@ constexpr size_t kBacklog = 1024;       // small messages a rank may have waitin
 
 // A pipe with its head fits into a page, holds a buffered message, or streams a long one.
 constexpr std::array<size_t, 3> kPipeSizes = {4 << 10, kBuffered + (4 << 10), 512 << 10};
+
+// Says that a thread sees to what arrives in a mailbox.
+struct Attendance {
+  Seat& seat;
+  explicit Attendance(Seat& seat) : seat(seat) { ++seat.attending; }
+  ~Attendance() { --seat.attending; }
+};
 
 }  // namespace
 
@@ -66,7 +75,7 @@ void Mailbox::close() {
   };
 
   for (auto& box : outbox_) drop(box);
-  waiting_out_ = 0;
+  count_outbox(-int(waiting_out_));
   drop(streams_out_);
   drop(streams_in_);
   drop(asked_);
@@ -76,17 +85,46 @@ void Mailbox::close() {
 }
 
 std::string Mailbox::headline(const Delivery& delivery) const {
-  std::string text = std::string(phalanx::name(delivery.op)) + "(" + phalanx::name(delivery.dtype) +
-                     "[" + std::to_string(delivery.view.count) +
-                     "], tag=" + std::to_string(delivery.tag) + ") ";
-  text += delivery.op == Op::Send ? "to " : "from ";
-  text += delivery.peer < 0 ? "any rank" : "rank " + std::to_string(delivery.peer);
-  return text + " on group '" + group_ + "', rank " + std::to_string(rank_) + ", at " +
-         delivery.site;
+  return describe(delivery).describe() + " on group '" + group_ + "', rank " +
+         std::to_string(rank_) + ", at " + delivery.site;
+}
+
+Posting Mailbox::describe(const Delivery& delivery) const {
+  Posting posting{};
+  posting.sequence = delivery.number;
+  posting.op = delivery.op;
+  posting.dtype = delivery.dtype;
+  posting.root = delivery.peer;
+  posting.tag = delivery.tag;
+  posting.ndim = uint8_t(delivery.ndim);
+  std::copy_n(delivery.shape, std::size(delivery.shape), posting.shape);
+  posting.bytes = delivery.bytes();
+  posting.posted_ns = nanoseconds(delivery.start);
+  std::memcpy(posting.site, delivery.site, sizeof posting.site);
+  std::memcpy(posting.api, delivery.api, sizeof posting.api);
+  return posting;
+}
+
+void Mailbox::record(Delivery& delivery) {
+  delivery.number = ++recorded_;
+  Seat& seat = board_->seat(rank_);
+  seat.messages[recorded_ % kHistory] = describe(delivery);
+  seat.newest_message.store(recorded_, std::memory_order_release);
+}
+
+// Show how it ended, unless the record has gone on too far.
+void Mailbox::conclude(const Delivery& delivery, Stage stage) {
+  Posting& shown = board_->seat(rank_).messages[delivery.number % kHistory];
+  if (shown.sequence == delivery.number) shown.reach(stage, now_ns());
+}
+
+void Mailbox::count_outbox(int by) {
+  waiting_out_ += size_t(by);
+  board_->seat(rank_).outbox.store(uint32_t(waiting_out_));
 }
 
 void Mailbox::start(const std::shared_ptr<Delivery>& delivery, bool linger) {
-  board_->check_broken();
+  board_->check_usable(phalanx::name(delivery->op));
   size_t bytes = delivery->bytes();
   bool strided = delivery->view.layout != nullptr;
   if (strided) delivery->dense.reset(new std::byte[std::max<size_t>(bytes, 1)]);
@@ -94,6 +132,7 @@ void Mailbox::start(const std::shared_ptr<Delivery>& delivery, bool linger) {
 
   std::lock_guard lock(mutex_);
   if (closing_) throw Failure(Kind::Backend, headline(*delivery) + ": the group is destroyed");
+  record(*delivery);
   if (delivery->op == Op::Recv) {
     progress();
     if (!match(*delivery))
@@ -114,7 +153,7 @@ void Mailbox::start(const std::shared_ptr<Delivery>& delivery, bool linger) {
         finish(*delivery);
       }
       outbox_[delivery->peer].push_back(delivery);
-      ++waiting_out_;
+      count_outbox(1);
     }
   }
   bool open = delivery->state == Delivery::State::Open;
@@ -145,6 +184,7 @@ void Mailbox::open_pipe(Delivery& delivery) {
   pipe->filled.store(0, std::memory_order_relaxed);
   pipe->drained.store(0, std::memory_order_relaxed);
   pipe->state.store(Pipe::Open, std::memory_order_relaxed);
+  pipe->wanted.store(false, std::memory_order_relaxed);
   ++pipes_out_[delivery.peer];
 }
 
@@ -176,7 +216,9 @@ bool Mailbox::launch(const std::shared_ptr<Delivery>& delivery) {
   cell.tag = delivery->tag;
   cell.dtype = delivery->dtype;
   cell.count = delivery->view.count;
-  cell.turn.store(uint32_t(number / kCells * 2 + 1), std::memory_order_release);
+  delivery->cell = &cell;
+  delivery->turn = uint32_t(number / kCells * 2 + 1);
+  cell.turn.store(delivery->turn, std::memory_order_release);
   sent_[peer] = number + 1;
   board_->seat(peer).mail.ring();
   if (cell.piped) {
@@ -311,6 +353,7 @@ void Mailbox::accept(Delivery& recv, Letter& letter) {
   }
   recv.pipe = letter.pipe;
   if (letter.pipe) {
+    letter.pipe->wanted.store(true);
     pump_in(recv);
   } else {
     if (recv.bytes()) std::memcpy(recv.data, letter.payload.get(), recv.bytes());
@@ -323,6 +366,7 @@ void Mailbox::finish(Delivery& delivery) {
     unpack(delivery.view.data, delivery.data, *delivery.view.layout, item_size(delivery.dtype));
   delivery.keep.reset();
   if (delivery.op == Op::Recv) delivery.pipe = nullptr;
+  conclude(delivery, Stage::Done);
   delivery.state.store(Delivery::State::Done, std::memory_order_release);
   bell().ring();
 }
@@ -338,6 +382,10 @@ bool Mailbox::fail(Delivery& delivery, Kind kind, const std::string& why) {
     // What the sender has abandoned is refused all the same, so that it gets its pipe back.
     if (delivery.op == Op::Recv) delivery.pipe->state.store(Pipe::Refused);
   }
+  conclude(delivery, kind == Kind::Timeout    ? Stage::TimedOut
+                     : kind == Kind::Deadlock ? Stage::Deadlock
+                     : kind == Kind::Mismatch ? Stage::Mismatch
+                                              : Stage::Failed);
   delivery.error = std::make_exception_ptr(Failure(kind, why));
   delivery.keep.reset();
   delivery.state.store(Delivery::State::Failed, std::memory_order_release);
@@ -352,7 +400,7 @@ void Mailbox::progress() {
       auto delivery = box.front();
       if (delivery->state == Delivery::State::Failed) {
         box.pop_front();
-        --waiting_out_;
+        count_outbox(-1);
         continue;
       }
       try {
@@ -361,7 +409,7 @@ void Mailbox::progress() {
         fail(*delivery, failure.kind, failure.what());
       }
       box.pop_front();
-      --waiting_out_;
+      count_outbox(-1);
     }
   }
   for (auto it = streams_in_.begin(); it != streams_in_.end();) {
@@ -409,8 +457,12 @@ void Mailbox::inspect(bool costly) {
     } else if (peer < 0 && others_gone > 0 && others_gone == board_->size() - 1) {
       fail(delivery, Kind::PeerFailed, headline(delivery) + ": all the other ranks are gone");
     } else if (delivery.deadline.passed()) {
+      std::vector<int> absent;
+      for (int rank = 0; rank < board_->size(); ++rank)
+        if (rank == peer || (peer < 0 && rank != rank_)) absent.push_back(rank);
       fail(delivery, Kind::Timeout,
-           headline(delivery) + ": reached its timeout of " + seconds_text(delivery.timeout));
+           headline(delivery) + ": reached its timeout of " + seconds_text(delivery.timeout) +
+               describe_absent(*board_, absent));
     }
   };
   auto failed = [](auto& delivery) { return delivery->state == Delivery::State::Failed; };
@@ -425,11 +477,44 @@ void Mailbox::inspect(bool costly) {
   });
   for (auto& box : outbox_) {
     for (auto& delivery : box) judge(*delivery);
-    waiting_out_ -= std::erase_if(box, [&](auto& delivery) {
+    auto erased = std::erase_if(box, [&](auto& delivery) {
       return failed(delivery) || broken || !ends[delivery->peer].empty() ||
              delivery->deadline.passed();
     });
+    if (erased) count_outbox(-int(erased));
   }
+}
+
+// Whether it takes a new action of the peer to end this delivery: nothing is on its way, and the
+// thread that sees to the peer's mailbox, if there is one, has done what it can.
+bool Mailbox::only_others_can_end(const Delivery& delivery) const {
+  if (ends_by_itself(delivery.timeout, delivery.own_deadline)) return false;
+  if (delivery.op == Op::Recv) {
+    if (delivery.pipe) return false;
+    for (int peer = 0; peer < board_->size(); ++peer) {
+      if (delivery.peer >= 0 && delivery.peer != peer) continue;
+      uint64_t number = received_[peer];
+      const Cell& next = board_->cells(peer, rank_)[number % kCells];
+      if (board_->seat(peer).outbox.load() || next.turn.load() == uint32_t(number / kCells * 2 + 1))
+        return false;
+    }
+    return true;
+  }
+  bool attended = board_->seat(delivery.peer).attending.load() > 0;
+  if (!delivery.cell) return pipes_out_[delivery.peer] == kPipesPerPeer || !attended;
+  if (delivery.pipe->wanted.load()) return false;
+  bool taken_out = delivery.cell->turn.load() != delivery.turn;
+  return taken_out || !attended;
+}
+
+bool Mailbox::give_up_deadlock(Delivery& delivery, const std::optional<std::string>& verdict) {
+  if (!verdict) return false;
+  std::lock_guard lock(mutex_);
+  progress();
+  if (delivery.state == Delivery::State::Open)
+    fail(delivery, Kind::Deadlock, headline(delivery) + ": " + *verdict);
+  asked_.remove_if([&](auto& open) { return open.get() == &delivery; });
+  return true;
 }
 
 void Mailbox::wait(Delivery& delivery, const Deadline& patience) {
@@ -439,16 +524,28 @@ void Mailbox::wait(Delivery& delivery, const Deadline& patience) {
     progress();
     return delivery.state.load(std::memory_order_relaxed) != Delivery::State::Open;
   };
+  Attendance attendance(board_->seat(rank_));
+  Waiter waiter(board_->roster(), board_->world_rank(rank_));
+  const int64_t started = now_ns();
   const Deadline& sooner = patience.at() < delivery.deadline.at() ? patience : delivery.deadline;
   wait_until(bell(), spin_, sooner, ready, [&](bool costly) {
+    WaitFacts facts =
+        wait_facts(delivery.op, group_, describe(delivery).describe(), delivery.site, started);
+    if (give_up_deadlock(delivery, waiter.verdict())) return;
     {
       std::lock_guard lock(mutex_);
       inspect(costly);
       if (delivery.state != Delivery::State::Open) return;
       if (patience.passed())
         throw Failure(Kind::Timeout, headline(delivery) + ": not done when wait() timed out");
+      if (!costly) return;
+      facts.any = delivery.peer < 0;
+      for (int peer = 0; peer < board_->size(); ++peer)
+        if (peer == delivery.peer || (facts.any && peer != rank_))
+          facts.needs.add(board_->world_rank(peer));
+      facts.blocked = patience.at() >= delivery.deadline.at() && only_others_can_end(delivery);
     }
-    if (costly) check_interrupt();
+    if (!give_up_deadlock(delivery, waiter.update(facts))) check_interrupt();
   });
   if (delivery.state == Delivery::State::Failed) std::rethrow_exception(delivery.error);
 }
@@ -487,6 +584,7 @@ void Mailbox::run_courier() {
       return closing_ || idle();
     };
     Spin spin(false);
+    Attendance attendance(board_->seat(rank_));
     wait_until(bell(), spin, Deadline::in(-1), at_rest, [&](bool costly) {
       std::lock_guard lock(mutex_);
       inspect(costly);

@@ -23,51 +23,33 @@
 
 namespace phalanx {
 
-constexpr uint32_t kCells = 8;
-
-struct alignas(64) Cell {
-  std::atomic<uint32_t> turn;  // twice the lap: free; one more: full
-  int32_t tag;
-  DType dtype;
-  bool piped;
-  uint64_t count;  // elements
-  uint64_t pipe;   // shared address of the Pipe
-  std::byte payload[224];
-};
-static_assert(sizeof(Cell) == 256);
-
-// Where a message that does not fit into a cell passes from the sender's memory to the receiver's.
-struct Pipe {
-  // Taking: the receiver is reading the sender's own memory, which must stay until it is done.
-  enum State : uint32_t { Open, Taking, Refused, Abandoned };
-  uint64_t direct;    // shared address of the whole message, or 0 if it flows through `data`
-  uint64_t bytes;     // of the message
-  uint64_t capacity;  // of `data`
-  alignas(64) std::atomic<uint64_t> filled;   // by the sender
-  alignas(64) std::atomic<uint64_t> drained;  // by the receiver
-  std::atomic<State> state;
-  alignas(64) std::byte data[];
-};
-
 // One send or recv, from its call to its end.
 struct Delivery {
   enum class State { Open, Done, Failed };
-  Delivery(Op op, int peer, int tag, DType dtype, View view, double timeout)
+  // A negative timeout stands for the group's.
+  Delivery(Op op, int peer, int tag, DType dtype, View view, double timeout, double group_timeout)
       : op(op),
         peer(peer),
         tag(tag),
         dtype(dtype),
         view(std::move(view)),
-        deadline(Deadline::in(timeout)),
-        timeout(timeout) {}
+        timeout(timeout < 0 ? group_timeout : timeout),
+        own_deadline(timeout >= 0),
+        start(Clock::now()),
+        deadline(Deadline::after(start, this->timeout)) {}
   Op op;
   int peer;  // -1: any source
   int tag;
   DType dtype;
   View view;
-  Deadline deadline;
   double timeout;
+  bool own_deadline;  // not the group's: when it passes, its rank may go on
+  Clock::time_point start;
+  Deadline deadline;
+  int ndim = 1;
+  int64_t shape[6] = {};
   char site[80] = {};
+  char api[24] = {};
   std::shared_ptr<void> keep;  // what must live until the end
 
   std::atomic<State> state{State::Open};
@@ -82,6 +64,9 @@ struct Delivery {
   std::byte* data = nullptr;
   Block pipe_block;
   Pipe* pipe = nullptr;
+  const Cell* cell = nullptr;  // that a send was put into
+  uint32_t turn = 0;           // of the cell then
+  uint64_t number = 0;         // in the record of messages
 };
 
 class Mailbox {
@@ -124,6 +109,12 @@ class Mailbox {
   // False if it cannot be failed now, because the receiver is reading it.
   bool fail(Delivery& delivery, Kind kind, const std::string& why);
   void inspect(bool costly);
+  void record(Delivery& delivery);
+  void conclude(const Delivery& delivery, Stage stage);
+  Posting describe(const Delivery& delivery) const;
+  bool only_others_can_end(const Delivery& delivery) const;
+  bool give_up_deadlock(Delivery& delivery, const std::optional<std::string>& verdict);
+  void count_outbox(int by);
   bool idle() const;
   void open_pipe(Delivery& delivery);
   void close_pipe(Delivery& delivery);
@@ -145,6 +136,7 @@ class Mailbox {
   std::vector<std::deque<std::shared_ptr<Delivery>>>
       outbox_;                           // sends that have no cell yet, per peer
   size_t waiting_out_ = 0;               // deliveries in all outboxes
+  uint64_t recorded_ = 0;                // messages in the record
   Deliveries streams_out_, streams_in_;  // sends and recvs that have a pipe
   Deliveries asked_;                     // recvs that have met no letter
   std::list<Letter> letters_;

@@ -14,7 +14,7 @@ namespace {
 // where a tick costs a context switch, and less where there is nothing to copy.
 size_t inline_limit(const Board& board) {
   constexpr size_t kThreads = 2 << 10, kProcesses = 8 << 10, kCrowdedTotal = 128 << 10;
-  if (board.crowded()) return std::min(Board::kSlot, kCrowdedTotal / board.size());
+  if (board.crowded()) return std::min(kSlot, kCrowdedTotal / board.size());
   return board.threads() ? kThreads : kProcesses;
 }
 

@@ -22,6 +22,7 @@ class Region {
 
   std::byte* data() const;
   bool threads() const { return threads_; }
+  uint64_t id() const { return id_; }
   const std::string& ticket() const { return ticket_; }
   // Keep something of this rank's until all ranks have closed the region: they may still use it.
   void park(std::shared_ptr<void> lent);

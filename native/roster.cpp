@@ -1,5 +1,6 @@
 #include "roster.hpp"
 
+#include <signal.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -10,22 +11,6 @@
 #include "failure.hpp"
 
 namespace phalanx {
-
-struct Roster::Header {
-  uint32_t size;
-  Bell bell;
-  std::atomic<uint32_t> probed;         // ranks that have tried to read the others' memory
-  std::atomic<bool> reading_is_denied;  // to at least one of them
-};
-
-struct Roster::Member {
-  std::atomic<Presence> presence;
-  HeapAddress heap;
-  uint64_t base;  // of its heap in its own address space
-  cpu_set_t cores;
-  std::atomic<uint32_t> why_length;
-  char why[4096];
-};
 
 namespace {
 
@@ -38,17 +23,18 @@ bool has_ended(const HeapAddress& process) {
 
 Roster::Roster(std::shared_ptr<Region> region) : region_(std::move(region)) {}
 
-Roster::Header& Roster::header() const { return *reinterpret_cast<Header*>(region_->data()); }
-
-Roster::Member& Roster::member(int rank) const {
-  return reinterpret_cast<Member*>(region_->data() + sizeof(Header))[rank];
+Roster::~Roster() {
+  for (int rank : joined_) forget_fatal_signals(&member(rank).signal);
 }
 
 int Roster::size() const { return int(header().size); }
 
 std::shared_ptr<Roster> Roster::create(int size, bool threads) {
-  auto region = Region::create(sizeof(Header) + size * sizeof(Member), threads);
-  reinterpret_cast<Header*>(region->data())->size = uint32_t(size);
+  auto region = Region::create(sizeof(RosterHeader) + size * sizeof(Member), threads);
+  auto& header = *reinterpret_cast<RosterHeader*>(region->data());
+  header.size = uint32_t(size);
+  header.threads = threads;
+  header.started_ns = now_ns();
   return std::shared_ptr<Roster>(new Roster(std::move(region)));
 }
 
@@ -71,6 +57,13 @@ void Roster::join(int rank, Deadline deadline) {
     me.heap = Heap::mine()->address();
   me.base = threads() ? 0 : reinterpret_cast<uint64_t>(Heap::mine()->at(0));
   me.cores = usable_cores();
+  me.threads = 1;
+  me.oom_kills = count_oom_kills();
+  host_name().copy(me.host, sizeof me.host - 1);
+  if (!threads()) {
+    note_fatal_signals(&me.signal);
+    joined_.push_back(rank);
+  }
   me.presence = Presence::Here;
   header().bell.ring();
 
@@ -104,6 +97,7 @@ void Roster::join(int rank, Deadline deadline) {
   // Nobody goes on before all have mapped all, so what a rank leaves behind can still be read.
   for (int peer = 0; peer < size(); ++peer) {
     heaps_.push_back(HeapView::open(member(peer).heap));
+    processes_.emplace_back(member(peer).heap.pid);
     char header_bytes[8];
     if (!try_read(peer, header_bytes, member(peer).base, sizeof header_bytes))
       header().reading_is_denied = true;
@@ -143,8 +137,14 @@ void Roster::read(int rank, void* into, uint64_t address, size_t bytes) const {
   throw Failure(Kind::Backend, "cannot read the memory of " + title(rank) + ": " + why);
 }
 
+void Roster::change(int rank, std::atomic<int32_t> Member::* count, int by) const {
+  (member(rank).*count).fetch_add(by);
+  member(rank).changed_ns = now_ns();
+}
+
 void Roster::leave(int rank) {
   auto here = Presence::Here;
+  if (member(rank).presence == here) member(rank).ended_ns = now_ns();
   member(rank).presence.compare_exchange_strong(here, Presence::Left);
   header().bell.ring();
 }
@@ -156,27 +156,51 @@ void Roster::fail(int rank, const std::string& why) {
   size_t length = std::min(why.size(), sizeof me.why);
   std::memcpy(me.why, why.data() + why.size() - length, length);
   me.why_length = uint32_t(length);
+  me.ended_ns = now_ns();
   me.presence = Presence::Failed;
   header().bell.ring();
 }
 
 std::string Roster::title(int rank) const {
+  const Member& who = member(rank);
   std::string text = "rank " + std::to_string(rank);
-  if (!threads() && member(rank).heap.pid)
-    text += " (pid " + std::to_string(member(rank).heap.pid) + ")";
-  return text;
+  if (threads() || !who.heap.pid) return text;
+  return text + " (pid " + std::to_string(who.heap.pid) + " on host " + who.host + ")";
+}
+
+int64_t Roster::ended_ns(int rank) const { return member(rank).ended_ns; }
+
+std::string Roster::how_it_ended(int rank) const {
+  const Member& peer = member(rank);
+  int status = rank < int(processes_.size()) ? processes_[rank].status() : -1;
+  int signal = status >= 0 ? status & 0x7f : peer.signal.load();
+  if (signal == SIGKILL) {
+    int64_t now = count_oom_kills();
+    return std::string("was killed by SIGKILL") +
+           (now > peer.oom_kills && peer.oom_kills >= 0
+                ? "; the system's out-of-memory killer has struck since the start, so probably for "
+                  "lack of memory"
+                : "");
+  }
+  if (signal)
+    return (signal == SIGTERM || signal == SIGHUP ? "was ended by " : "crashed with ") +
+           signal_name(signal);
+  if (status >= 0)
+    return "exited with code " + std::to_string(status >> 8) +
+           " without leaving its groups (os._exit, or exec)";
+  return "is gone: it was killed (SIGKILL, perhaps for lack of memory) or left by os._exit";
 }
 
 std::string Roster::obituary(int rank, bool ask_system) const {
   const Member& peer = member(rank);
   switch (peer.presence.load(std::memory_order_acquire)) {
     case Presence::Failed:
-      return title(rank) + " failed: " + std::string(peer.why, peer.why_length);
+      return title(rank) + " " + std::string(peer.why, peer.why_length);
     case Presence::Left:
       return title(rank) + " has finished and left its groups";
     case Presence::Here:
       if (ask_system && !threads() && has_ended(peer.heap))
-        return title(rank) + " is gone: it was killed or crashed";
+        return title(rank) + " " + how_it_ended(rank);
       return "";
     default:
       return "";

@@ -7,12 +7,11 @@
 #include <string>
 #include <vector>
 
+#include "layout.hpp"
+#include "process.hpp"
 #include "region.hpp"
-#include "wait.hpp"
 
 namespace phalanx {
-
-enum class Presence : uint32_t { Absent, Joining, Here, Left, Failed };
 
 class Roster {
  public:
@@ -21,18 +20,21 @@ class Roster {
   static std::shared_ptr<Roster> open(const std::string& ticket);
 
   const std::string& ticket() const { return region_->ticket(); }
+  uint64_t id() const { return region_->id(); }
   int size() const;
   bool threads() const { return region_->threads(); }
   void join(int rank, Deadline deadline);
 
-  // Say that this rank is done, or that it failed and why. Seen by waiters at their next look.
+  // Say that this rank is done, or how it failed ("raised an exception: ..."). Seen by waiters at
+  // their next look.
   void leave(int rank);
   void fail(int rank, const std::string& why);
 
   // "" while the rank lives; otherwise one or more lines that say how it ended. `ask_system` also
   // looks for the process, which costs a few microseconds.
   std::string obituary(int rank, bool ask_system) const;
-  std::string title(int rank) const;  // "rank 2 (pid 4711)"
+  int64_t ended_ns(int rank) const;   // when it left or failed; 0 if it did not say so
+  std::string title(int rank) const;  // "rank 2 (pid 4711 on host box)"
 
   // Address of something in the heap of a rank.
   std::byte* reach(int rank, uint64_t offset) const;
@@ -45,16 +47,23 @@ class Roster {
   bool can_read() const;
   void read(int rank, void* into, uint64_t address, size_t bytes) const;
 
+  RosterHeader& header() const { return *reinterpret_cast<RosterHeader*>(region_->data()); }
+  Member& member(int rank) const { return members_of(&header())[rank]; }
+  // One more or less of these may act for the rank.
+  void change(int rank, std::atomic<int32_t> Member::* count, int by) const;
+
+  ~Roster();
+  Roster(const Roster&) = delete;
+
  private:
-  struct Header;
-  struct Member;
   explicit Roster(std::shared_ptr<Region> region);
-  Header& header() const;
   bool try_read(int rank, void* into, uint64_t address, size_t bytes) const;
-  Member& member(int rank) const;
+  std::string how_it_ended(int rank) const;
 
   std::shared_ptr<Region> region_;
   std::vector<std::shared_ptr<HeapView>> heaps_;  // of all ranks, mapped in join
+  std::vector<ProcessHandle> processes_;
+  std::vector<int> joined_;  // ranks of this process
 };
 
 }  // namespace phalanx

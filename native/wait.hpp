@@ -15,6 +15,11 @@ namespace phalanx {
 
 using Clock = std::chrono::steady_clock;
 
+inline int64_t nanoseconds(Clock::time_point at) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(at.time_since_epoch()).count();
+}
+inline int64_t now_ns() { return nanoseconds(Clock::now()); }
+
 class Deadline {
  public:
   // A negative or huge number of seconds means never.

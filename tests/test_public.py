@@ -13,7 +13,7 @@ ROOT = Path(phalanx.__file__).parent
 
 # From the bottom up. A module imports from its own layer and those below it.
 LAYERS = [
-    {"errors", "types", "work", "_native"},
+    {"errors", "types", "work", "_native", "bystanders"},
     {"heap", "profiling", "stores", "meeting", "rendezvous"},
     {"backends"},
     {"group", "world", "subgroups", "mesh", "checks", "sparse"},

@@ -36,7 +36,7 @@ std::vector<int> all_ranks(int size) {
 
 void on_threads(int size, const Program& program) {
   auto roster = Roster::create(size, true);
-  auto first = Board::create(roster, all_ranks(size));
+  auto first = Board::create(roster, all_ranks(size), "world");
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank)
     threads.emplace_back([&, rank] {
@@ -51,7 +51,7 @@ void on_threads(int size, const Program& program) {
 // Rank 0 is this process; the others are forked and reach its memory through /proc.
 void on_processes(int size, const Program& program) {
   auto roster = Roster::create(size, false);
-  auto board = Board::create(roster, all_ranks(size));
+  auto board = Board::create(roster, all_ranks(size), "world");
   std::vector<pid_t> children;
   for (int rank = 1; rank < size; ++rank) {
     pid_t child = ::fork();
@@ -256,7 +256,7 @@ TEST(a_killed_rank_is_named) {
   on_processes(1, [](Rank&) {});
   for (int size : {2, 4}) {
     auto roster = Roster::create(size, false);
-    auto board = Board::create(roster, all_ranks(size));
+    auto board = Board::create(roster, all_ranks(size), "world");
     std::vector<pid_t> children;
     for (int rank = 1; rank < size; ++rank) {
       pid_t child = ::fork();

@@ -1,6 +1,6 @@
 """The native core, as the rest of the package sees it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -59,8 +59,14 @@ def hmac_sha256(key: bytes, message: bytes, /) -> bytes: ...
 
 # The engine.
 
-def configure(tensor: type[Tensor], package: str) -> None:
-    """Tell the core torch's tensor type and where this package lives."""
+def configure(tensor: type[Tensor], packages: list[str]) -> None:
+    """Tell the core torch's tensor type, and in which directories no user's code is."""
+
+def batch(part: int, parts: int) -> None:
+    """Say which of a batch this thread's next call is."""
+
+def set_bystanders(count: Callable[[], int]) -> None:
+    """Set the function that counts the threads that never act for a rank."""
 
 def dtype_code(tensor: object) -> int:
     """Return the code of a tensor's element type, or -1 if it cannot be exchanged as it is."""
@@ -89,9 +95,29 @@ class Roster:
     @property
     def threads(self) -> bool: ...
     def join(self, rank: int, timeout: float) -> None: ...
+    def count_threads(self, rank: int, by: int) -> None:
+        """Say that one thread more or less acts for a rank."""
     def leave(self, rank: int) -> None: ...
     def fail(self, rank: int, why: str) -> None: ...
     def obituary(self, rank: int, ask_system: bool) -> str: ...
+
+class Waiting:
+    """A wait for other ranks that is made in Python."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        rank: int,
+        group: str,
+        what: str,
+        needs: Sequence[int],
+        timeout: float,
+    ) -> None: ...
+    def check(self) -> None:
+        """Say that it goes on; raise Deadlock if it is part of one.
+
+        Whoever waits looks for the end of the wait between two checks.
+        """
 
 class Pending:
     """An asynchronous operation."""
@@ -123,6 +149,8 @@ class Group:
     @property
     def sequence(self) -> int: ...
     def attend(self, creator: bool) -> None: ...
+    def history(self) -> list[dict[str, Any]]:
+        """Return this rank's last operations on the group, oldest first."""
     def abort(self, why: str) -> None: ...
     def alarm(self) -> None: ...
     def close(self) -> None: ...

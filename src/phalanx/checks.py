@@ -22,7 +22,10 @@ from phalanx.types import DTYPES, ReduceOp
 
 _STRIDED = torch.strided
 
-_native.configure(Tensor, os.path.dirname(os.path.abspath(__file__)) + os.sep)
+_native.configure(
+    Tensor,
+    [os.path.dirname(os.path.abspath(module)) + os.sep for module in (__file__, torch.__file__)],
+)
 
 
 def plain(tensor: object) -> TypeGuard[Tensor]:

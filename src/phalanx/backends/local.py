@@ -8,17 +8,20 @@ import sys
 import traceback
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
-from phalanx import _native
-from phalanx.backends.base import GroupBackend
+from phalanx import _native, bystanders
+from phalanx.backends.base import Call, GroupBackend
 from phalanx.backends.registry import BackendOptions
 from phalanx.errors import DistTimeout, PeerFailed, StoreTimeout
 from phalanx.types import Deadline, ReduceOp, Timeout, seconds
-from phalanx.work import Work
+from phalanx.work import JoinedWork, Work
+
+_native.set_bystanders(bystanders.count)
 
 _LOOK = 0.2  # seconds between looks at a rank that others wait for
 
@@ -30,7 +33,7 @@ def create(options: BackendOptions, pg_options: object = None) -> LocalBackend:
     roster, index = _roster(options)
     members = options.global_ranks if index else list(range(options.group_size))
     creator = options.group_rank == 0
-    ticket = "" if creator else _announced(options, roster, members[0])
+    ticket = "" if creator else _announced(options, roster, members)
     group = _native.Group(
         roster, members, options.group_rank, options.group_id, options.timeout, ticket
     )
@@ -60,21 +63,25 @@ def _roster(options: BackendOptions) -> tuple[_native.Roster, bool]:
     return roster, whole_world
 
 
-def _announced(options: BackendOptions, roster: _native.Roster, creator: int) -> str:
-    """Return the ticket of the board that ``creator`` makes, unless it fails before that."""
+def _announced(options: BackendOptions, roster: _native.Roster, members: Sequence[int]) -> str:
+    """Return the ticket of the board that the first member makes, unless it fails before that."""
     deadline = Deadline(options.timeout)
+    creator, me = members[0], members[options.group_rank]
+    what = f"the making of group {options.group_id!r}"
+    waiting = _native.Waiting(roster, me, options.group_id, what, [creator], options.timeout)
     while True:
-        try:
+        with suppress(StoreTimeout):
             options.store.wait(["board"], min(deadline.left(), _LOOK))
+        if options.store.check(["board"]):
             return str(options.store.get("board").decode())
-        except StoreTimeout:
-            if end := roster.obituary(creator, ask_system=True):
-                raise PeerFailed(f"group {options.group_id!r} cannot be made: {end}") from None
-            if deadline.left() <= 0:
-                raise DistTimeout(
-                    f"group {options.group_id!r} cannot be made: rank {creator} has not called for "
-                    f"it within {options.timeout:g} s"
-                ) from None
+        waiting.check()
+        if end := roster.obituary(creator, ask_system=True):
+            raise PeerFailed(f"group {options.group_id!r} cannot be made: {end}")
+        if deadline.left() <= 0:
+            raise DistTimeout(
+                f"group {options.group_id!r} cannot be made: rank {creator} has not called for it "
+                f"within {options.timeout:g} s"
+            )
 
 
 class NativeWork(Work):
@@ -138,7 +145,7 @@ class LocalBackend(GroupBackend):
 
     def fail(self, reason: str) -> None:
         self._roster.fail(self._member, reason)
-        self._group.abort(reason)
+        self._group.alarm()
 
     def leave(self) -> None:
         """Tell the other ranks that this one has ended."""
@@ -147,6 +154,23 @@ class LocalBackend(GroupBackend):
 
     def sequence_number(self) -> int:
         return self._group.sequence
+
+    def history(self) -> list[dict[str, Any]]:
+        """Return this rank's last operations on the group, oldest first."""
+        return self._group.history()
+
+    def coalesce(self, calls: Sequence[Call], *, async_op: bool = False) -> Work | None:
+        # Each call says which of how many it is, so that ranks whose batches differ in length learn
+        # that at the first one.
+        batch = len(calls) if len(calls) > 1 else 0
+        works = []
+        try:
+            for part, (name, args) in enumerate(calls, 1):
+                _native.batch(part, batch)
+                works.append(getattr(self, name)(*args, async_op=async_op))
+        finally:
+            _native.batch(0, 0)
+        return JoinedWork(works) if async_op else None
 
     # Collectives
 
@@ -333,4 +357,4 @@ def _leave_at_exit() -> None:
             backend.leave()
         else:
             story = "".join(traceback.format_exception(error)).rstrip()
-            backend.fail(f"rank {backend._member} ended by an uncaught exception:\n{story}")
+            backend.fail(f"ended by an uncaught exception\n{story}")

@@ -45,11 +45,11 @@ def as_error(error: BaseException) -> BaseException:
 
 
 def reason(failure: Failure) -> str:
-    """Tell the peers of a failed rank why; what it only heard from another is passed on as is."""
+    """Say how a rank failed, to its peers; what it only heard from another is passed on."""
     if failure.is_echo:
-        return str(failure.error)
+        return f"gave up because of another rank:\n{failure.error}"
     text = failure.traceback or "".join(traceback.format_exception(failure.error))
-    return f"rank {failure.rank} raised\n{text}"
+    return f"raised an exception\n{text.rstrip()}"
 
 
 def overdue(stacks: dict[int, str], size: int, deadline: float) -> list[Failure]:

@@ -20,7 +20,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from phalanx import world
+from phalanx import bystanders, world
 from phalanx.errors import DistError
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle
 from phalanx.stores import FileStore
@@ -166,7 +166,8 @@ def _run(job: _Job, deadline: float | None, patient: bool) -> tuple[list[Any], l
 
 def _main(rank: int, job: _Job, sender: Connection) -> None:
     """Be one rank: the whole life of its process."""
-    threading.Thread(target=_end_with_launcher, args=(job.directory,), daemon=True).start()
+    watch = threading.Thread(target=_end_with_launcher, args=(job.directory,), daemon=True)
+    bystanders.mark(watch).start()
     os.environ.clear()
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(job.size), LOCAL_WORLD_SIZE=str(job.size))

@@ -78,6 +78,16 @@ class _Rank:
         self.slot = world.Slot()
         self.stream = random.Stream() if rng else None
 
+    def one_more_thread(self) -> Callable[[], None]:
+        """Count a thread that may act for this rank; returns what to call when it has ended."""
+        home = self.slot.world
+        roster = None if home is None else home.shared.get("roster")
+        if home is None or roster is None:
+            return lambda: None
+        rank = home.rank
+        roster.count_threads(rank, 1)
+        return lambda: roster.count_threads(rank, -1)
+
     def close(self) -> None:
         """Free what a rank that failed has left behind."""
         if self.slot.world is not None:
@@ -168,7 +178,7 @@ class _Threads:
     def _stop(self) -> None:
         """End what still runs: wake ranks that wait for others, interrupt those that compute."""
         for rank, thread in self.running.items():
-            self.ranks[rank].slot.fail("the run was given up")
+            self.ranks[rank].slot.fail("was stopped: the run was given up")
             if thread.ident is not None:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop)
@@ -200,11 +210,15 @@ def _start_as_rank(self: threading.Thread) -> None:
     rank: _Rank | None = getattr(_here, "rank", None)
     if rank is not None:
         run = self.run
+        ended = rank.one_more_thread()
 
         def run_as_rank() -> None:
             del self.run
-            with rank.identity():
-                run()
+            try:
+                with rank.identity():
+                    run()
+            finally:
+                ended()
 
         self.run = run_as_rank  # type: ignore[method-assign]
     _start(self)
@@ -218,12 +232,16 @@ def _submit_as_rank(
     if rank is None:
         return _submit(self, fn, *args, **kwargs)
 
+    ended = rank.one_more_thread()
+
     def task() -> T:
         with rank.identity():
             return fn(*args, **kwargs)
 
     with _nobody():
-        return _submit(self, task)
+        future = _submit(self, task)
+    future.add_done_callback(lambda _: ended())
+    return future
 
 
 _PATCHES: list[tuple[Any, str, Any]] = [

@@ -1,0 +1,205 @@
+#include "deadlock.hpp"
+
+#include <algorithm>
+#include <climits>
+#include <vector>
+
+#include "report.hpp"
+
+namespace phalanx {
+namespace {
+
+std::atomic<ThreadCount> thread_count{nullptr};
+
+// Looks all at one moment at who waits for whom, then reasons about it.
+class Search {
+ public:
+  explicit Search(const Roster& roster) : roster_(roster), ranks_(size_t(roster.size())) {
+    for (int rank = 0; rank < roster.size(); ++rank) look_at(rank);
+  }
+
+  // The waits of the ranks that cannot move, empty if there are none.
+  std::vector<BlockedWait> stuck() {
+    for (bool changed = true; changed;) {
+      changed = false;
+      for (auto& rank : ranks_)
+        if (rank.blocked && can_move(rank)) {
+          rank.blocked = false;
+          changed = true;
+        }
+    }
+    int64_t last_change = 0, first_look = INT64_MAX;
+    std::vector<BlockedWait> waits;
+    for (auto& rank : ranks_) {
+      if (!rank.blocked) continue;
+      last_change = std::max(last_change, rank.changed_ns);
+      for (auto& wait : rank.waits) {
+        last_change = std::max(last_change, wait.facts.since_ns);
+        first_look = std::min(first_look, wait.facts.checked_ns);
+        waits.push_back(wait);
+      }
+    }
+    if (first_look < last_change || !unchanged(waits)) waits.clear();
+    return waits;
+  }
+
+ private:
+  struct Rank {
+    bool blocked = false;
+    int64_t changed_ns = 0;
+    std::vector<BlockedWait> waits;
+  };
+
+  void look_at(int number) {
+    Rank& rank = ranks_[number];
+    const Member& member = roster_.member(number);
+    if (member.presence != Presence::Here || member.unseen > 0) return;
+    int threads = 0, lanes = 0;
+    for (const Wait& wait : member.waits) {
+      if (!wait.taken.load(std::memory_order_acquire)) continue;
+      BlockedWait found{number, const_cast<Wait*>(&wait), {}};
+      if (!wait.facts.read(found.facts) || !found.facts.blocked) return;
+      ++(found.facts.lane ? lanes : threads);
+      rank.waits.push_back(found);
+    }
+    rank.blocked =
+        threads + lanes > 0 && threads == member.threads.load() && lanes == member.lanes.load();
+    // Read last: a change that is not yet seen above is dated later.
+    rank.changed_ns = member.changed_ns.load();
+  }
+
+  bool can_move(const Rank& rank) const {
+    return std::any_of(rank.waits.begin(), rank.waits.end(), [&](const BlockedWait& wait) {
+      if (wait.facts.own) return false;
+      bool needs_stuck = false, needs_free = false;
+      for (int peer = 0; peer < roster_.size(); ++peer)
+        if (wait.facts.needs.has(peer)) (ranks_[peer].blocked ? needs_stuck : needs_free) = true;
+      return wait.facts.any ? needs_free : !needs_stuck;
+    });
+  }
+
+  bool unchanged(const std::vector<BlockedWait>& waits) const {
+    for (auto& rank : ranks_)
+      if (rank.blocked &&
+          roster_.member(int(&rank - ranks_.data())).changed_ns.load() != rank.changed_ns)
+        return false;
+    return std::all_of(waits.begin(), waits.end(), [](const BlockedWait& seen) {
+      WaitFacts now;
+      return seen.wait->taken && seen.wait->facts.read(now) && now.blocked &&
+             now.since_ns == seen.facts.since_ns;
+    });
+  }
+
+  const Roster& roster_;
+  std::vector<Rank> ranks_;
+};
+
+void tell(const Roster& roster, const std::vector<BlockedWait>& waits) {
+  auto& count = roster.header().deadlocks;
+  uint32_t before = count.load();
+  // Somebody else tells them, or has just done so.
+  if (before % 2 || !count.compare_exchange_strong(before, before + 1)) return;
+  bool told = std::any_of(waits.begin(), waits.end(), [](const BlockedWait& found) {
+    return found.wait->doom.load() == found.facts.since_ns;
+  });
+  if (!told) {
+    uint32_t number = before / 2 + 1;
+    DeadlockReport& report = roster.header().reports[number % 4];
+    report.number = 0;
+    std::string text = deadlock_report(roster, waits);
+    report.length = uint32_t(text.copy(report.text, sizeof report.text));
+    report.number = number;
+    for (auto& found : waits) {
+      if (found.facts.own) continue;  // it will see the wait fail that it waits for
+      found.wait->report = number;
+      found.wait->doom = found.facts.since_ns;
+    }
+  }
+  count.store(before + (told ? 0 : 2));
+}
+
+}  // namespace
+
+void set_thread_count(ThreadCount count) { thread_count.store(count); }
+
+WaitFacts wait_facts(Op op, const std::string& group, const std::string& what, const char* site,
+                     int64_t started_ns) {
+  WaitFacts facts;
+  facts.checked_ns = now_ns();
+  facts.started_ns = started_ns;
+  facts.op = op;
+  group.copy(facts.group, sizeof facts.group - 1);
+  what.copy(facts.what, sizeof facts.what - 1);
+  std::strncpy(facts.site, site, sizeof facts.site - 1);
+  return facts;
+}
+
+Waiter::Waiter(const Roster& roster, int rank, bool lane)
+    : roster_(roster), rank_(rank), lane_(lane) {}
+
+Waiter::~Waiter() {
+  if (wait_) {
+    wait_->taken = false;
+    roster_.member(rank_).changed_ns = now_ns();
+  } else if (since_ns_) {
+    roster_.change(rank_, &Member::unseen, -1);
+  }
+}
+
+void Waiter::show(int64_t now) {
+  since_ns_ = now;
+  for (Wait& wait : roster_.member(rank_).waits) {
+    bool free = false;
+    if (!wait.taken.compare_exchange_strong(free, true)) continue;
+    wait_ = &wait;
+    roster_.member(rank_).changed_ns = now;
+    return;
+  }
+  roster_.change(rank_, &Member::unseen, 1);
+}
+
+// Thread ranks are counted as their threads come and go.
+void Waiter::count_threads(int64_t now) const {
+  auto count = thread_count.load();
+  if (lane_ || roster_.threads() || !count) return;
+  int threads = count();
+  if (threads < 0) threads = INT_MAX;
+  if (roster_.member(rank_).threads.exchange(threads) != threads)
+    roster_.member(rank_).changed_ns = now;
+}
+
+// A quick look: those that it needs wait as well.
+bool Waiter::may_be_stuck(const WaitFacts& facts) const {
+  if (!facts.blocked || roster_.size() > kMostRanks) return false;
+  auto waits = [&](int rank) {
+    auto& all = roster_.member(rank).waits;
+    return std::any_of(std::begin(all), std::end(all),
+                       [](const Wait& wait) { return wait.taken.load(); });
+  };
+  bool some = false, every = true;
+  for (int rank = 0; rank < roster_.size(); ++rank)
+    if (facts.needs.has(rank)) (waits(rank) ? some : every) = waits(rank);
+  return facts.own || (facts.any ? every : some);
+}
+
+std::optional<std::string> Waiter::update(WaitFacts facts) {
+  const int64_t now = now_ns();
+  if (!since_ns_) show(now);
+  if (!wait_) return {};
+  count_threads(now);
+  facts.lane = lane_;
+  facts.since_ns = since_ns_;
+  wait_->facts.write(facts);
+  if (may_be_stuck(facts))
+    if (auto waits = Search(roster_).stuck(); !waits.empty()) tell(roster_, waits);
+  return verdict();
+}
+
+std::optional<std::string> Waiter::verdict() const {
+  if (!wait_ || wait_->doom.load() != since_ns_) return {};
+  const DeadlockReport& report = roster_.header().reports[wait_->report % 4];
+  std::string text(report.text, std::min<size_t>(report.length, sizeof report.text));
+  return report.number == wait_->report ? text : "ranks wait for each other and none can go on";
+}
+
+}  // namespace phalanx

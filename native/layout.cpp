@@ -1,0 +1,58 @@
+#include "layout.hpp"
+
+#include "kernels.hpp"
+
+namespace phalanx {
+
+uint64_t mix(uint64_t hash, uint64_t value) {
+  hash ^= value + 0x9e3779b97f4a7c15ull + (hash << 6) + (hash >> 2);
+  hash *= 0xff51afd7ed558ccdull;
+  return hash ^ (hash >> 32);
+}
+
+const char* name(Op op) {
+  static constexpr const char* names[] = {"barrier",    "broadcast", "all_reduce", "reduce",
+                                          "all_gather", "gather",    "scatter",    "reduce_scatter",
+                                          "all_to_all", "send",      "recv"};
+  return names[static_cast<size_t>(op)];
+}
+
+const char* name(Stage stage) {
+  static constexpr const char* names[] = {"waiting",  "done",        "timed out", "mismatch",
+                                          "deadlock", "interrupted", "failed"};
+  return names[static_cast<size_t>(stage)];
+}
+
+uint64_t Posting::digest() const {
+  uint64_t hash =
+      uint64_t(op) | uint64_t(dtype) << 8 | uint64_t(reduce) << 16 | uint64_t(uint32_t(root)) << 32;
+  hash = mix(sequence, hash);
+  if (parts) hash = mix(hash, uint64_t(part) << 16 | parts);
+  bool own_shape = op == Op::AllGather || op == Op::ReduceScatter || op == Op::AllToAll;
+  for (int i = 0; i < ndim && !own_shape; ++i) hash = mix(hash, uint64_t(shape[i]) * 2 + 1);
+  return mix(hash, detail);
+}
+
+std::string Posting::describe() const {
+  std::string text = std::string(name(op)) + "(";
+  if (op != Op::Barrier) {
+    text += std::string(phalanx::name(dtype)) + "[";
+    for (int i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
+    text += "]";
+  }
+  bool reduces = op == Op::AllReduce || op == Op::Reduce || op == Op::ReduceScatter;
+  bool message = op == Op::Send || op == Op::Recv;
+  if (reduces) text += std::string(", ") + phalanx::name(reduce);
+  if (root >= 0 && !message)
+    text += (op == Op::Broadcast || op == Op::Scatter ? ", src=" : ", dst=") + std::to_string(root);
+  if (message) text += ", tag=" + std::to_string(tag);
+  text += ")";
+  if (message)
+    text += (op == Op::Send ? " to " : " from ") +
+            (root < 0 ? "any rank" : "rank " + std::to_string(root));
+  if (parts) text += " [" + std::to_string(part) + " of " + std::to_string(parts) + "]";
+  if (api[0] && std::strcmp(api, name(op)) != 0) text += std::string(" for ") + api;
+  return text;
+}
+
+}  // namespace phalanx

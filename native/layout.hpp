@@ -1,0 +1,285 @@
+// Everything that ranks keep in memory that they share, and that a tool may look at from outside:
+// the roster of a world, the boards of its groups, the rings of its mailboxes.
+#pragma once
+
+#include <sched.h>
+
+#include <atomic>
+#include <cstring>
+#include <string>
+
+#include "heap.hpp"
+#include "types.hpp"
+#include "wait.hpp"
+
+namespace phalanx {
+
+enum class Op : uint8_t {
+  Barrier,
+  Broadcast,
+  AllReduce,
+  Reduce,
+  AllGather,
+  Gather,
+  Scatter,
+  ReduceScatter,
+  AllToAll,
+  Send,
+  Recv,
+};
+const char* name(Op op);
+
+// How a rank offers its data to the others.
+enum class Offer : uint8_t {
+  Nothing,
+  Inline,  // copied into the seat before posting
+  Direct,  // the others read it where it is, in memory that they share
+  Remote,  // the others read it where it is, through the system
+  Staged,  // passed through a buffer, piece by piece
+};
+
+// How far an operation has come on the rank that posted it.
+enum class Stage : uint8_t { Waiting, Done, TimedOut, Mismatch, Deadlock, Interrupted, Failed };
+const char* name(Stage stage);
+
+// One operation as its rank announced it. Read by the others only after the seat's line says so.
+struct Posting {
+  uint64_t sequence;
+  Op op;
+  DType dtype;
+  Reduce reduce;
+  Offer offer;
+  uint8_t ndim;
+  Stage stage_reached;
+  uint16_t part, parts;  // "[1 of 3]": its place in a batch of calls that belong together
+  int32_t root;          // or the peer, for send and recv; -1 for none
+  int32_t tag;           // of send and recv
+  int64_t shape[6];
+  uint64_t detail;  // hash of what must agree beyond the fields above (lists of sizes)
+  double factor;    // PREMUL_SUM
+  uint64_t data;    // where a Direct offer starts, as the owner's heap offset or a thread's pointer
+  uint64_t stage;   // the owner's staging buffer, likewise; 0 while it has none
+  uint64_t bytes;   // how much is offered in all
+  int64_t posted_ns, finished_ns;
+  char site[80];  // "train.py:88 in step"
+  char api[24];   // the public function that was called, where the operation is only a part of it
+
+  // What every rank must have posted alike: equal digests mean equal operations. Where ranks may
+  // rightly bring different shapes, `detail` stands for what they must agree on instead.
+  uint64_t digest() const;
+  std::string describe() const;  // "all_reduce(float32[1024], SUM)"
+
+  void reach(Stage stage, int64_t now) {
+    finished_ns = now;
+    std::atomic_ref(stage_reached).store(stage, std::memory_order_release);
+  }
+};
+
+constexpr size_t kLinePayload = 48;
+constexpr uint32_t kHistory = 64;  // postings kept per seat, and as many messages
+
+// The cache line through which ranks meet. A seat has two and uses them in turn: a rank can be at
+// most one tick ahead of another, so the line that a slow rank still reads is not written.
+struct alignas(64) Line {
+  std::atomic<uint32_t> clock;
+  Offer offer;
+  uint64_t digest;
+  std::byte payload[kLinePayload];
+};
+static_assert(sizeof(Line) == 64);
+
+struct Seat {
+  Line lines[2];
+  Bell mail;  // rung when something arrives for, or leaves, this rank's mailbox
+  alignas(64) std::atomic<bool> present;  // its rank has opened the board
+  std::atomic<bool> left;                 // and closed it again
+  std::atomic<uint32_t> outbox;           // messages that wait for a free cell
+  std::atomic<uint32_t> attending;        // threads that see to what arrives in the mailbox
+  std::atomic<uint64_t> newest;           // sequence of the last posting
+  std::atomic<uint64_t> newest_message;   // and of the last message
+  Posting history[kHistory];
+  Posting messages[kHistory];
+};
+
+// What one rank tells each other rank about the data it has for it.
+struct Parcel {
+  uint64_t data;   // where a Direct offer is; for other offers its place in what is offered
+  uint64_t given;  // bytes that the owner has for the other
+  uint64_t taken;  // bytes that the owner expects from the other
+};
+
+constexpr uint32_t kCells = 8;
+
+// One message slot of the ring between two ranks.
+struct alignas(64) Cell {
+  std::atomic<uint32_t> turn;  // twice the lap: free; one more: full
+  int32_t tag;
+  DType dtype;
+  bool piped;
+  uint64_t count;  // elements
+  uint64_t pipe;   // shared address of the Pipe
+  std::byte payload[224];
+};
+static_assert(sizeof(Cell) == 256);
+
+// Where a message that does not fit into a cell passes from the sender's memory to the receiver's.
+struct Pipe {
+  // Taking: the receiver is reading the sender's own memory, which must stay until it is done.
+  enum State : uint32_t { Open, Taking, Refused, Abandoned };
+  uint64_t direct;    // shared address of the whole message, or 0 if it flows through `data`
+  uint64_t bytes;     // of the message
+  uint64_t capacity;  // of `data`
+  alignas(64) std::atomic<uint64_t> filled;   // by the sender
+  alignas(64) std::atomic<uint64_t> drained;  // by the receiver
+  std::atomic<State> state;
+  std::atomic<bool> wanted;  // a receive has met it and takes it in
+  alignas(64) std::byte data[];
+};
+
+// A board: its header, the members' world ranks, and then a seat, two slots, a row of parcels and a
+// row of cells per rank.
+struct BoardHeader {
+  uint64_t roster;  // id of the world's region
+  uint32_t size;
+  uint32_t crowded;
+  char name[64];
+  Bell bell;
+  alignas(64) std::atomic<uint64_t> arrived;  // at crowded boards: clock and how many
+  alignas(64) std::atomic<uint32_t> mismatch;
+  std::atomic<uint32_t> door;
+  alignas(64) std::atomic<uint32_t> broken;  // 0 no, 1 being written, 2 yes
+  std::atomic<uint32_t> doubt;               // rank + 1 of one that is about to give up a meeting
+  std::atomic<uint64_t> given_up_first, given_up_last;  // clocks of the last meetings given up
+  uint32_t kind;
+  uint32_t why_length;
+  char why[6000];
+};
+
+constexpr size_t kSlot = 16 << 10;
+
+struct BoardLayout {
+  size_t members, seats, slots, parcels, cells, end;
+  explicit constexpr BoardLayout(size_t p) {
+    auto lines = [](size_t bytes) { return (bytes + 63) / 64 * 64; };
+    members = lines(sizeof(BoardHeader));
+    seats = members + lines(p * sizeof(int32_t));
+    slots = seats + p * sizeof(Seat);
+    parcels = slots + p * 2 * kSlot;
+    cells = parcels + lines(p * 2 * p * sizeof(Parcel));
+    end = cells + p * p * kCells * sizeof(Cell);
+  }
+};
+static_assert(sizeof(Seat) % 64 == 0);
+
+// A value that one writes and others may copy at any time: they try again if it changed meanwhile.
+template <class T>
+class Notice {
+ public:
+  void write(const T& value) {
+    uint64_t words[kWords] = {};
+    std::memcpy(words, &value, sizeof value);
+    uint32_t version = version_.load(std::memory_order_relaxed);
+    version_.store(version + 1, std::memory_order_relaxed);
+    // Release: whoever sees a new word also sees the odd version before it.
+    for (size_t i = 0; i < kWords; ++i) words_[i].store(words[i], std::memory_order_release);
+    version_.store(version + 2, std::memory_order_release);
+  }
+  // False if it was being written.
+  bool read(T& value) const {
+    uint64_t words[kWords];
+    uint32_t version = version_.load(std::memory_order_acquire);
+    // Acquire: no word is read after the second look at the version.
+    for (size_t i = 0; i < kWords; ++i) words[i] = words_[i].load(std::memory_order_acquire);
+    if (version % 2 || version_.load(std::memory_order_relaxed) != version) return false;
+    std::memcpy(static_cast<void*>(&value), words, sizeof value);
+    return true;
+  }
+
+ private:
+  static constexpr size_t kWords = (sizeof(T) + 7) / 8;
+  std::atomic<uint32_t> version_;
+  std::atomic<uint64_t> words_[kWords];
+};
+
+constexpr int kMostRanks = 1024;  // of a world whose waits are searched for deadlocks
+
+class RankSet {
+ public:
+  void add(int rank) { words_[rank / 64] |= uint64_t(1) << rank % 64; }
+  void remove(int rank) { words_[rank / 64] &= ~(uint64_t(1) << rank % 64); }
+  bool has(int rank) const { return words_[rank / 64] >> rank % 64 & 1; }
+
+ private:
+  uint64_t words_[kMostRanks / 64] = {};
+};
+
+// What a thread of a rank waits for, written once it has waited for a slice and again in each.
+struct WaitFacts {
+  bool blocked = false;  // only other ranks can end the wait, and only by a new action
+  bool lane = false;     // the thread is a lane's, not the user's
+  bool own = false;      // it waits for another thread of its own rank
+  bool making = false;   // it waits for the others to make a group
+  bool any = false;      // one of `needs` is enough; otherwise it takes all of them
+  RankSet needs;         // world ranks
+  Op op = Op::Barrier;
+  int64_t started_ns = 0;  // when the wait began
+  int64_t since_ns = 0;    // when it was first shown
+  int64_t checked_ns = 0;  // when `blocked` and `needs` were last judged, at the earliest
+  char group[64] = {};
+  char what[128] = {};  // "recv(float32[4], tag=0) from rank 1"
+  char site[80] = {};
+};
+
+struct Wait {
+  std::atomic<bool> taken;
+  std::atomic<uint32_t> report;  // number of the deadlock that it has been found to be in
+  std::atomic<int64_t> doom;     // the since_ns of the wait that this is true of
+  Notice<WaitFacts> facts;
+};
+
+constexpr int kWaits = 16;  // threads of one rank that can be seen waiting
+
+enum class Presence : uint32_t { Absent, Joining, Here, Left, Failed };
+
+// One rank of a world.
+struct Member {
+  std::atomic<Presence> presence;
+  HeapAddress heap;
+  uint64_t base;  // of its heap in its own address space
+  cpu_set_t cores;
+  char host[64];
+  std::atomic<int32_t> signal;    // that it is dying of
+  int64_t oom_kills;              // by the system until it joined
+  std::atomic<int64_t> ended_ns;  // when it left or failed
+  std::atomic<uint32_t> why_length;
+  char why[4096];
+
+  std::atomic<int32_t> threads;  // of the user's that may act for the rank, waiting ones included
+  std::atomic<int32_t> lanes;    // lanes that have work, likewise
+  std::atomic<int32_t> unseen;   // waits that found no room below
+  std::atomic<int64_t> changed_ns;  // when one of these or a wait came or went
+  Wait waits[kWaits];
+};
+
+struct DeadlockReport {
+  std::atomic<uint32_t> number;  // set last
+  uint32_t length;
+  char text[8000];
+};
+
+struct RosterHeader {
+  uint32_t size;
+  uint32_t threads;  // ranks are threads of one process
+  int64_t started_ns;
+  Bell bell;
+  std::atomic<uint32_t> probed;         // ranks that have tried to read the others' memory
+  std::atomic<bool> reading_is_denied;  // to at least one of them
+  std::atomic<uint32_t> deadlocks;      // found so far; odd: being written, 2 per deadlock
+  DeadlockReport reports[4];            // the last few, by number
+};
+
+uint64_t mix(uint64_t hash, uint64_t value);
+
+inline Member* members_of(RosterHeader* roster) { return reinterpret_cast<Member*>(roster + 1); }
+
+}  // namespace phalanx

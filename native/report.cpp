@@ -1,0 +1,223 @@
+#include "report.hpp"
+
+#include <algorithm>
+#include <cstdio>
+#include <set>
+
+namespace phalanx {
+namespace {
+
+std::string ago(int64_t then_ns) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.1f s", double(now_ns() - then_ns) * 1e-9);
+  return text;
+}
+
+// Lines of columns, each as wide as its widest text.
+class Table {
+ public:
+  void add(std::vector<std::string> row) { rows_.push_back(std::move(row)); }
+  std::string text() const {
+    std::vector<size_t> widths;
+    for (auto& row : rows_) {
+      widths.resize(std::max(widths.size(), row.size()));
+      for (size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+    }
+    std::string text;
+    for (auto& row : rows_) {
+      text += '\n';
+      for (size_t i = 0; i < row.size(); ++i) {
+        text.append(2, ' ').append(row[i]);
+        if (i + 1 < row.size()) text.append(widths[i] - row[i].size(), ' ');
+      }
+    }
+    return text;
+  }
+
+ private:
+  std::vector<std::vector<std::string>> rows_;
+};
+
+// Ranks that have posted the same thing from the same line.
+struct Party {
+  std::vector<int> ranks;
+  const Posting* posting;
+  std::string what, site;
+};
+
+std::vector<Party> parties_of(const Board& board, uint64_t sequence) {
+  std::vector<Party> parties;
+  for (int rank = 0; rank < board.size(); ++rank) {
+    const Posting& posting = board.posting(rank, sequence);
+    std::string what = posting.describe(), site = posting.site;
+    auto same = std::find_if(parties.begin(), parties.end(),
+                             [&](Party& p) { return p.what == what && p.site == site; });
+    if (same == parties.end())
+      same = parties.insert(parties.end(), Party{{}, &posting, what, site});
+    same->ranks.push_back(rank);
+  }
+  return parties;
+}
+
+bool same_shape(const Posting& a, const Posting& b) {
+  return a.ndim == b.ndim && std::equal(a.shape, a.shape + a.ndim, b.shape);
+}
+
+// Whether a rank did, one call ago, what another does now.
+bool is_behind(const Board& board, const Party& slow, const Party& fast) {
+  uint64_t before = fast.posting->sequence - 1;
+  const Posting& previous = board.posting(fast.ranks[0], before);
+  return before > 0 && previous.sequence == before && previous.describe() == slow.what &&
+         slow.site == previous.site && slow.site != fast.site;
+}
+
+// The likely reason, judged by the two largest parties.
+std::string likely_reason(const Board& board, std::vector<Party> parties) {
+  if (parties.size() < 2) return "";
+  std::stable_sort(parties.begin(), parties.end(),
+                   [](auto& a, auto& b) { return a.ranks.size() > b.ranks.size(); });
+  const Party &most = parties[0], &few = parties[1];
+  const Posting &a = *most.posting, &b = *few.posting;
+  std::string who = rank_list(few.ranks), sites = "compare " + most.site + " with " + few.site;
+  const bool one = few.ranks.size() == 1;
+  if (is_behind(board, few, most))
+    return who + (one ? " is" : " are") + " one call behind: " + few.site +
+           " was called once more than on the other ranks (look at how often that loop runs)";
+  if (is_behind(board, most, few))
+    return who + (one ? " is" : " are") + " one call ahead: " + most.site +
+           " was called once less than on the other ranks (look at how often that loop runs)";
+  if (a.op != b.op || most.site != few.site) {
+    if (a.op == b.op && most.what == few.what) return who + " came from another line: " + sites;
+    return who + " took another branch: " + sites;
+  }
+  std::string line = "the same line, " + most.site + ", ";
+  if (a.parts != b.parts)
+    return line + "brings " + std::to_string(a.parts) + " tensors on " + rank_list(most.ranks) +
+           " and " + std::to_string(b.parts) + " on " + who + ": all ranks must pass equally many";
+  if (a.dtype != b.dtype)
+    return line +
+           "gets tensors of different dtype: cast them alike before the call (look for "
+           "autocast, .half() or a default dtype that only some ranks set)";
+  if (a.root != b.root)
+    return line + "names different ranks as source or destination: it must be the same on all";
+  if (a.reduce != b.reduce) return line + "asks for different reductions";
+  if (!same_shape(a, b))
+    return line + "gets tensors of different shape: look at what " + who +
+           " computes differently (an uneven last batch, a different vocabulary or file)";
+  return line + "differs in the sizes of its parts (the list of tensors, or the split sizes)";
+}
+
+std::string where(const WaitFacts& facts) {
+  std::string text = facts.what;
+  return facts.making ? text : text + " on group '" + facts.group + "'";
+}
+
+std::string doing(const Roster& roster, int world_rank, const Posting* last) {
+  const Member& member = roster.member(world_rank);
+  for (const Wait& wait : member.waits) {
+    WaitFacts facts;
+    if (!wait.taken.load(std::memory_order_acquire) || !wait.facts.read(facts) || facts.own)
+      continue;
+    return "waits in " + where(facts) + " at " + facts.site + ", for " + ago(facts.started_ns);
+  }
+  std::string text;
+  if (!roster.threads() && process_state(member.heap.pid) == 'T')
+    text = "its process is stopped (SIGSTOP, or a debugger); ";
+  if (!last) return text + "has made no call on this group yet";
+  bool ended = last->finished_ns != 0;
+  return text + (ended ? "is in none of our calls; its last here: " : "is in ") +
+         describe_posting(*last);
+}
+
+}  // namespace
+
+std::string rank_list(std::span<const int> ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size();) {
+    size_t end = i;
+    while (end + 1 < ranks.size() && ranks[end + 1] == ranks[end] + 1) ++end;
+    text += (i ? ", " : "") + std::to_string(ranks[i]);
+    if (end > i) text += (end == i + 1 ? ", " : "-") + std::to_string(ranks[end]);
+    i = end + 1;
+  }
+  return text;
+}
+
+std::string describe_posting(const Posting& posting) {
+  std::string text =
+      posting.describe() + " #" + std::to_string(posting.sequence) + " at " + posting.site;
+  if (!posting.finished_ns) return text + ", for " + ago(posting.posted_ns);
+  return text + ", " + name(posting.stage_reached) + " " + ago(posting.finished_ns) + " ago";
+}
+
+std::string mismatch_report(const Board& board, uint64_t sequence, std::string reason) {
+  std::vector<Party> parties = parties_of(board, sequence);
+  Table table;
+  for (auto& party : parties) table.add({rank_list(party.ranks), party.what, party.site});
+  if (reason.empty()) reason = likely_reason(board, parties);
+  return std::string(name(board.posting(0, sequence).op)) + " #" + std::to_string(sequence) +
+         " on group '" + board.name() + "' does not match across ranks" + table.text() +
+         (reason.empty() ? "" : "\n" + reason) + "\nno tensor was changed";
+}
+
+std::string describe_absent(const Board& board, std::span<const int> ranks) {
+  std::string text;
+  for (int rank : ranks)
+    text += "\n  rank " + std::to_string(rank) + " " +
+            doing(board.roster(), board.world_rank(rank), board.last_posting(rank));
+  return text;
+}
+
+std::string deadlock_report(const Roster& roster, const std::vector<BlockedWait>& waits) {
+  std::set<int> stuck;
+  for (auto& found : waits) stuck.insert(found.rank);
+  auto needed = [&](const BlockedWait& found) {
+    std::vector<int> ranks;
+    for (int rank : stuck)
+      if (found.facts.needs.has(rank)) ranks.push_back(rank);
+    return ranks;
+  };
+  Table table;
+  std::vector<int> next(size_t(roster.size()), -1);
+  std::set<std::string> groups;
+  bool all_receive = true, all_meet = true, sends = false, making = false;
+  for (auto& found : waits) {
+    if (found.facts.own) continue;
+    std::vector<int> blockers = needed(found);
+    if (next[found.rank] < 0 && !blockers.empty()) next[found.rank] = blockers[0];
+    groups.insert(found.facts.group);
+    bool message = found.facts.op == Op::Send || found.facts.op == Op::Recv;
+    all_receive &= found.facts.op == Op::Recv;
+    all_meet &= !message;
+    sends |= found.facts.op == Op::Send;
+    making |= found.facts.making;
+    table.add({"rank " + std::to_string(found.rank), "waits for " + rank_list(blockers),
+               "in " + where(found.facts), std::string("at ") + found.facts.site});
+  }
+  // Follow one blocker each until a rank comes again.
+  int at = *stuck.begin();
+  for (size_t step = 0; step < stuck.size() && next[at] >= 0; ++step) at = next[at];
+  std::string cycle = "rank " + std::to_string(at);
+  for (int rank = next[at]; rank >= 0; rank = next[rank]) {
+    cycle += " -> rank " + std::to_string(rank);
+    if (rank == at) break;
+  }
+  std::string advice;
+  if (making)
+    advice =
+        "a new group is made by all ranks together, also by those that are not in it: call "
+        "new_group (split_group, init_device_mesh) on every rank, in one order";
+  else if (all_receive)
+    advice = "everybody receives first: let one side send first, or use batch_isend_irecv";
+  else if (all_meet && groups.size() > 1)
+    advice = "the ranks use these groups in different order: call them in one order on all ranks";
+  else if (sends)
+    advice = "a large send returns only when it is received: receive it first, or use isend";
+  else
+    advice = "make the ranks come to these calls in an order in which one of them can go on";
+  return rank_list(std::vector<int>(stuck.begin(), stuck.end())) +
+         " wait for each other and none of them can go on" + table.text() + "\n  cycle: " + cycle +
+         "\n" + advice;
+}
+
+}  // namespace phalanx

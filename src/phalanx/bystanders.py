@@ -1,0 +1,27 @@
+"""Threads that never act for a rank: whoever waits is not kept from a deadlock by them.
+
+Any other thread of a process may still send what its rank's peers wait for.
+"""
+
+from __future__ import annotations
+
+import threading
+from weakref import WeakSet
+
+_marked: WeakSet[threading.Thread] = WeakSet()
+
+# Where the thread classes of progress bars are defined.
+_MODULES = {"rich.live", "tqdm._monitor"}
+
+
+def mark(thread: threading.Thread) -> threading.Thread:
+    """Say that ``thread`` never communicates, and return it."""
+    _marked.add(thread)
+    return thread
+
+
+def count() -> int:
+    """Return how many threads of this process are bystanders."""
+    return sum(
+        thread in _marked or type(thread).__module__ in _MODULES for thread in threading.enumerate()
+    )
