@@ -262,8 +262,11 @@ def goes_on_with_collectives() -> None:
     else:
         with pytest.raises(dist.Deadlock, match="recv"):
             dist.barrier()
+        dist.send(torch.ones(1), 0, tag=1)
     # The barrier was given up: rank 0, which has yet to come to it, is told so.
     if rank == 0:
+        for peer in (1, 2):
+            dist.recv(torch.empty(1), peer, tag=1)
         with pytest.raises(dist.DistBackendError):
             dist.barrier()
     total = torch.ones(2)
@@ -345,12 +348,15 @@ def _works_move_by_themselves() -> None:
     if rank == 1:
         time.sleep(LATE)
     sent = dist.isend(torch.ones(LARGE), 1 - rank)
-    total = torch.ones(1)
-    works = [dist.all_reduce(total, group=each, async_op=True) for each in (first, second)]
+    totals = torch.ones(2)
+    works = [
+        dist.all_reduce(total, group=group, async_op=True)
+        for total, group in zip(totals.split(1), (first, second), strict=True)
+    ]
     dist.recv(torch.empty(LARGE), 1 - rank)
     for work in [*reversed(works), sent] if rank else [sent, *works]:
         work.wait()
-    assert total.item() == 4
+    assert totals.tolist() == [2, 2]
 
 
 @both
@@ -389,6 +395,7 @@ def _has_patience() -> None:
             dist.barrier()  # given up by rank 0
     with pytest.raises(dist.DistTimeout):
         dist.irecv(torch.empty(1), 1 - rank, tag=9).wait(timedelta(seconds=LATE))
+    dist.barrier()
 
 
 @both
@@ -464,6 +471,7 @@ def _joins_a_waiting_thread() -> None:
     else:
         receive()
     assert isinstance(errors[0], dist.DistTimeout)
+    dist.barrier()
 
 
 @both

@@ -12,7 +12,7 @@ how far each rank gets does not depend on their speeds: running them in any orde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trials.programs import COLLECTIVES, MESSAGES, OBJECTS, REDUCING, ROOTED, Program, Step
@@ -310,4 +310,11 @@ def _fits(letter: Delivery, recv: Delivery) -> bool:
 
 def foretell(program: Program) -> Prophecy:
     """Tell how each rank of a program ends."""
-    return _Simulation(program).run()
+    prophecy = _Simulation(program).run()
+    if any(end.kind == "stall" for end in prophecy.ends):
+        # A rank that comes too late may still find what was there for it.
+        for rank, steps in enumerate(program.steps):
+            awake = [replace(s, kind="sleep") if s.kind == "stall" else s for s in steps]
+            program = program.with_steps(rank, awake)
+        prophecy.partners = _Simulation(program).run().partners
+    return prophecy

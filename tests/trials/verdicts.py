@@ -13,7 +13,8 @@ What a rank must end with, where the fault is another's:
 | one that waits for ranks in such a cycle               | Deadlock; PeerFailed if it comes    |
 |                                                        | when these have raised it already   |
 | one that computes beyond the timeout, or has a thread  | DistTimeout, on those who wait      |
-| that may act and does not                              | longest; PeerFailed on the others   |
+| that may act and does not                              | longest; PeerFailed on the others;  |
+|                                                        | Deadlock if others give up for that |
 | nobody                                                 | no error; but PeerFailed if one of  |
 |                                                        | its groups is broken by then        |
 
@@ -37,6 +38,7 @@ import pickle
 import re
 import signal
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,6 +69,8 @@ class Expectation:
     ranks: set[int] = field(default_factory=set)  # all must be named
     one_of: set[int] = field(default_factory=set)  # at least one must be named, if not empty
     words: set[str] = field(default_factory=set)
+    # Whether the ranks named by a Deadlock are ones that wait for each other.
+    names_deadlock: Callable[[set[int]], bool] = lambda named: True
 
 
 @dataclass
@@ -87,8 +91,8 @@ class _Judge:
         self.stuck = {r: end for r, end in enumerate(self.ends) if end.kind == "stuck"}
         self.stalled = {r for r, end in enumerate(self.ends) if end.kind == "stall"}
         self.forsaken = self._forsaken()
-        self.slow = self._slow() - self.forsaken
-        self.locked = set(self.stuck) - self.forsaken - self.slow
+        self.locked = self._closed({r for r in self.stuck if not self._is_watched(r)})
+        self.slow = set(self.stuck) - self.forsaken - self.locked
         self.cycles = self._cycles()
         self.sources = self._sources()
 
@@ -119,19 +123,23 @@ class _Judge:
                 return found
             found |= more
 
-    def _slow(self) -> set[int]:
-        """Return the ranks of which nobody can know whether they wait in vain."""
-        watched = {
-            r
-            for r in self.stuck
-            if any(s.kind == "watcher" for s in self.program.steps[r][: self.ends[r].place])
-        }
-        found = set(watched)
+    def _closed(self, ranks: set[int]) -> set[int]:
+        """Return those of some stuck ranks that cannot move, whatever all others do."""
+        locked = ranks - self.forsaken
         while True:
-            more = {r for r in self.stuck if self._caught(r, found | self.stalled)} - found
-            if not more:
-                return found
-            found |= more
+            free = {r for r in locked if not self._caught(r, self._hopeless(r, locked))}
+            if not free:
+                return locked
+            locked = locked - free
+
+    def _hopeless(self, rank: int, locked: set[int]) -> set[int]:
+        wait = self.ends[rank].wait
+        return locked | self._gone(rank) if wait is not None and wait.any_of else locked
+
+    def _is_watched(self, rank: int) -> bool:
+        """Say whether a rank has a thread that might act, for all that others know."""
+        done = self.program.steps[rank][: self.ends[rank].place]
+        return any(step.kind == "watcher" for step in done)
 
     def _cycles(self) -> list[set[int]]:
         """Return the sets of deadlocked ranks of which each waits, in the end, for all others."""
@@ -210,16 +218,21 @@ class _Judge:
         if rank in self.forsaken:
             return Expectation({"PeerFailed"})
         if rank in self.slow:
-            return Expectation({"DistTimeout", "PeerFailed"})
+            # What ranks in a deadlock give up is given up by all who are in it.
+            given_up = {"Deadlock"} if self.locked else set()
+            return Expectation({"DistTimeout", "PeerFailed"} | given_up)
         found = Expectation({"Deadlock"})
-        in_cycle = any(rank in cycle for cycle in self.cycles)
-        if not in_cycle or len(self.sources) > 1:
+        if len(self.sources) > 1 or not any(
+            rank in each for each in self.cycles if self._is_least(each)
+        ):
             found.outcomes.add("PeerFailed")
-        waiting = self._reach(rank) | {rank}
-        found.ranks = waiting
-        found.words = {w.what for r in waiting if (w := self.ends[r].wait)} | {"interpreter.py:"}
-        found.words.discard("destroy_process_group")
+        found.names_deadlock = lambda named: bool(self._closed(named & self.locked))
+        found.words = {"interpreter.py:"}
         return found
+
+    def _is_least(self, cycle: set[int]) -> bool:
+        """Say whether these ranks are deadlocked all together and not some of them alone."""
+        return not any(self._closed(cycle - {rank}) for rank in cycle)
 
     def _describe_mismatch(self, found: Expectation, end: End) -> None:
         if end.cause[0] == "message":
@@ -319,12 +332,14 @@ def _complaints(rank: int, report: Report, expected: Expectation) -> list[str]:
             f"expected {' or '.join(sorted(expected.outcomes))}"
         )
         return complaints
+    named = ranks_named(report.text)
+    if report.outcome == "Deadlock" and not expected.names_deadlock(named):
+        complaints.append(f"rank {rank}'s error names {sorted(named)}, who are not in a deadlock")
     if report.outcome in ("CollectiveMismatch", "Deadlock"):
-        if missing := expected.ranks - ranks_named(report.text):
+        if missing := expected.ranks - named:
             complaints.append(f"rank {rank}'s error does not name ranks {sorted(missing)}")
         if missing_words := {word for word in expected.words if word not in report.text}:
             complaints.append(f"rank {rank}'s error does not say {sorted(missing_words)}")
-    named = ranks_named(report.text)
     silent = expected.one_of and not expected.one_of & named
     if report.outcome in ("PeerFailed", "DistTimeout") and silent:
         complaints.append(
