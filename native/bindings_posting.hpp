@@ -52,7 +52,8 @@ inline std::vector<Posting> history_of(const Seat& seat) {
   auto collect = [&](const Posting* ring, uint64_t newest) {
     for (uint64_t number = newest > kHistory ? newest - kHistory + 1 : 1; number <= newest;
          ++number)
-      if (Posting copy = ring[number % kHistory]; copy.sequence == number) found.push_back(copy);
+      if (Posting copy = Posting::glance(ring[number % kHistory]); copy.sequence == number)
+        found.push_back(copy);
   };
   collect(seat.history, seat.newest.load(std::memory_order_acquire));
   collect(seat.messages, seat.newest_message.load(std::memory_order_acquire));

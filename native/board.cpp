@@ -205,13 +205,16 @@ uint64_t Board::share(const void* data, size_t bytes) const {
   return heap->contains(data, bytes) ? heap->offset(data) : 0;
 }
 
-const Posting* Board::last_posting(int rank) const {
+std::optional<Posting> Board::last_posting(int rank) const {
   const Seat& seat = this->seat(rank);
-  uint64_t newest = seat.newest.load(std::memory_order_acquire);
-  uint64_t message = seat.newest_message.load(std::memory_order_acquire);
-  const Posting* last = newest ? &seat.history[newest % kHistory] : nullptr;
-  const Posting* sent = message ? &seat.messages[message % kHistory] : nullptr;
-  return !last || (sent && sent->posted_ns > last->posted_ns) ? sent : last;
+  std::optional<Posting> last;
+  if (uint64_t newest = seat.newest.load(std::memory_order_acquire))
+    last = Posting::glance(seat.history[newest % kHistory]);
+  if (uint64_t newest = seat.newest_message.load(std::memory_order_acquire)) {
+    Posting message = Posting::glance(seat.messages[newest % kHistory]);
+    if (!last || message.posted_ns > last->posted_ns) last = message;
+  }
+  return last;
 }
 
 std::string Board::obituary(int rank, bool ask_system) const {
@@ -221,7 +224,7 @@ std::string Board::obituary(int rank, bool ask_system) const {
     end = roster_->title(members_[rank]) + " has destroyed this group";
   if (end.empty() && ask_system) end = roster_->obituary(members_[rank], true);
   if (end.empty()) return end;
-  const Posting* last = last_posting(rank);
+  auto last = last_posting(rank);
   std::string note = "\n  " + (last ? "its last operation on this group: " + describe_posting(*last)
                                     : "it had made no operation on this group");
   // Before the traceback, if it left one.

@@ -4,6 +4,7 @@
 
 #include <atomic>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -35,8 +36,8 @@ class Board {
   Roster& roster() const { return *roster_; }
 
   Seat& seat(int rank) const { return seats_[rank]; }
-  // Its last operation of this group, collective or message; null if it has made none.
-  const Posting* last_posting(int rank) const;
+  // A rank's last operation of this group, collective or message.
+  std::optional<Posting> last_posting(int rank) const;
   Posting& posting(int rank, uint64_t sequence) const {
     return seats_[rank].history[sequence % kHistory];
   }

@@ -122,7 +122,7 @@ void Group::conclude(const Passage& passage, Stage stage) {
 void Group::meet(Passage& passage, Offer offer) {
   Posting& posting = passage.posting;
   posting.offer = offer;
-  board_->posting(rank_, passage.sequence) = posting;
+  posting.show(board_->posting(rank_, passage.sequence));
   sequence_.store(passage.sequence, std::memory_order_relaxed);
   Seat& seat = board_->seat(rank_);
   seat.newest.store(passage.sequence, std::memory_order_release);
@@ -271,7 +271,7 @@ void Group::throw_given_up(const Passage& passage) {
   Kind kind = Kind::Timeout;
   std::string who;
   for (int rank = 0; rank < size(); ++rank) {
-    const Posting& posting = board_->posting(rank, passage.sequence);
+    const Posting posting = Posting::glance(board_->posting(rank, passage.sequence));
     if (rank == rank_ || posting.sequence != passage.sequence) continue;
     Stage stage = posting.stage_reached;
     if (stage != Stage::TimedOut && stage != Stage::Deadlock && stage != Stage::Interrupted)

@@ -108,7 +108,7 @@ Posting Mailbox::describe(const Delivery& delivery) const {
 void Mailbox::record(Delivery& delivery) {
   delivery.number = ++recorded_;
   Seat& seat = board_->seat(rank_);
-  seat.messages[recorded_ % kHistory] = describe(delivery);
+  describe(delivery).show(seat.messages[recorded_ % kHistory]);
   seat.newest_message.store(recorded_, std::memory_order_release);
 }
 

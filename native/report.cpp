@@ -112,7 +112,7 @@ std::string where(const WaitFacts& facts) {
   return facts.making ? text : text + " on group '" + facts.group + "'";
 }
 
-std::string doing(const Roster& roster, int world_rank, const Posting* last) {
+std::string doing(const Roster& roster, int world_rank, const std::optional<Posting>& last) {
   const Member& member = roster.member(world_rank);
   for (const Wait& wait : member.waits) {
     WaitFacts facts;

@@ -1,97 +1,13 @@
 // The engine end to end, with ranks as threads and as forked processes. The same programs run on
 // both, so that the sanitizers see every path.
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <cstring>
-#include <functional>
-#include <numeric>
-#include <thread>
 
-#include "check.hpp"
 #include "lane.hpp"
-#include "mailbox.hpp"
+#include "ranks.hpp"
 
 using namespace phalanx;
 
 namespace {
-
-struct Rank {
-  std::shared_ptr<Board> board;
-  Group group;
-  Mailbox mailbox;
-  Rank(std::shared_ptr<Board> board, int rank)
-      : board(board), group(board, rank, "world", 20), mailbox(board, rank, "world") {}
-  int id() const { return group.rank(); }
-  int size() const { return group.size(); }
-};
-
-using Program = std::function<void(Rank&)>;
-
-std::vector<int> all_ranks(int size) {
-  std::vector<int> ranks(size);
-  std::iota(ranks.begin(), ranks.end(), 0);
-  return ranks;
-}
-
-void on_threads(int size, const Program& program) {
-  auto roster = Roster::create(size, true);
-  auto first = Board::create(roster, all_ranks(size), "world");
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank)
-    threads.emplace_back([&, rank] {
-      auto mine = rank == 0 ? roster : Roster::open(roster->ticket());
-      mine->join(rank, Deadline::in(20));
-      Rank self(rank == 0 ? first : Board::open(mine, all_ranks(size), first->ticket()), rank);
-      program(self);
-    });
-  for (auto& thread : threads) thread.join();
-}
-
-// Rank 0 is this process; the others are forked and reach its memory through /proc.
-void on_processes(int size, const Program& program) {
-  auto roster = Roster::create(size, false);
-  auto board = Board::create(roster, all_ranks(size), "world");
-  std::vector<pid_t> children;
-  for (int rank = 1; rank < size; ++rank) {
-    pid_t child = ::fork();
-    if (child == 0) {
-      int status = 1;
-      try {
-        auto mine = Roster::open(roster->ticket());
-        mine->join(rank, Deadline::in(20));
-        Rank self(Board::open(mine, all_ranks(size), board->ticket()), rank);
-        program(self);
-        status = 0;
-      } catch (const std::exception& error) {
-        std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
-      }
-      ::_exit(status);
-    }
-    children.push_back(child);
-  }
-  roster->join(0, Deadline::in(20));
-  {
-    Rank self(board, 0);
-    program(self);
-  }
-  for (pid_t child : children) {
-    int status = 0;
-    ::waitpid(child, &status, 0);
-    CHECK(status == 0);
-  }
-}
-
-void on_both(const Program& program) {
-  for (int size : {1, 2, 3, 5}) {
-    on_threads(size, program);
-    on_processes(size, program);
-  }
-}
-
-View view(std::vector<float>& values) {
-  return {reinterpret_cast<std::byte*>(values.data()), values.size(), nullptr};
-}
 
 const size_t kCounts[] = {0, 1, 12, 13, 1000, 5000, 100'003};
 
@@ -191,10 +107,10 @@ TEST(messages) {
     for (size_t count : {size_t(1), size_t(50), size_t(1000), size_t(20'000), size_t(400'000)}) {
       std::vector<float> out(count, float(self.id())), in(count, -1);
       int next = (self.id() + 1) % p, previous = (self.id() + p - 1) % p;
-      auto send = std::make_shared<Delivery>(Op::Send, next, 7, DType::F32, view(out), 20);
+      auto send = std::make_shared<Delivery>(Op::Send, next, 7, DType::F32, view(out), 20, 20);
       self.mailbox.start(send, true);
       auto recv = std::make_shared<Delivery>(Op::Recv, count % 2 ? -1 : previous, 7, DType::F32,
-                                             view(in), 20);
+                                             view(in), 20, 20);
       self.mailbox.start(recv, false);
       self.mailbox.wait(*recv, Deadline::in(20));
       self.mailbox.wait(*send, Deadline::in(20));
@@ -206,14 +122,14 @@ TEST(messages) {
     if (p > 1 && self.id() == 0)
       for (int i = 0; i < flood; ++i) {
         std::vector<float> one{float(i)};
-        auto send = std::make_shared<Delivery>(Op::Send, 1, i, DType::F32, view(one), 20);
+        auto send = std::make_shared<Delivery>(Op::Send, 1, i, DType::F32, view(one), 20, 20);
         self.mailbox.start(send, false);
         self.mailbox.wait(*send, Deadline::in(20));
       }
     if (self.id() == 1)
       for (int i = flood - 1; i >= 0; --i) {
         std::vector<float> one{-1};
-        auto recv = std::make_shared<Delivery>(Op::Recv, 0, i, DType::F32, view(one), 20);
+        auto recv = std::make_shared<Delivery>(Op::Recv, 0, i, DType::F32, view(one), 20, 20);
         self.mailbox.start(recv, false);
         self.mailbox.wait(*recv, Deadline::in(20));
         CHECK(one[0] == float(i));
