@@ -60,6 +60,8 @@ def _outputs(step: Step, rank: int, group: tuple[int, ...]) -> list[Any]:
     match step.kind:
         case "all_reduce" | "reduce":
             return [own]
+        case "all_reduce_coalesced":
+            return [values(step, rank, step.key, part) for part in range(step.tensors)]
         case "broadcast":
             return [own if at_root else empty]
         case "scatter" | "reduce_scatter" | "reduce_scatter_single" | "recv" | "irecv":
@@ -90,6 +92,8 @@ def _results(step: Step, rank: int, group: tuple[int, ...], keys: dict[int, int]
             return [values(step, rank, step.key)]
         case "all_reduce" | "reduce":
             return [_reduced(step, of_all())]
+        case "all_reduce_coalesced":
+            return [_reduced(step, of_all(part)) for part in range(step.tensors)]
         case "reduce_scatter" | "reduce_scatter_single":
             return [_reduced(step, of_all(mine))]
         case "broadcast":

@@ -6,8 +6,10 @@ import random
 from dataclasses import dataclass, replace
 
 from trials.programs import (
+    COALESCED,
     COLLECTIVES,
     DTYPES,
+    IMPATIENT,
     MESSAGES,
     PLAIN,
     REDUCING,
@@ -20,7 +22,19 @@ from trials.programs import (
 
 ENDINGS = ("raise", "exit", "leave")
 PROCESS_ENDINGS = ("kill", "kill", "os_exit", "kill_later")
-CHANGES = ("skip", "skip", "swap", "shape", "dtype", "root", "reduce", "extra", "tag", "peer")
+CHANGES = (
+    "skip",
+    "skip",
+    "swap",
+    "shape",
+    "dtype",
+    "root",
+    "reduce",
+    "tensors",
+    "extra",
+    "tag",
+    "peer",
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +58,10 @@ def inject(rng: random.Random, program: Program, processes: bool) -> tuple[Progr
     for rank, place in places:
         changed = _changed(rng, program, kind, rank, list(program.steps[rank]), place)
         if changed is not None:
-            return program.with_steps(rank, changed), Fault(kind, rank, place)
+            faulty = program.with_steps(rank, changed)
+            if kind == "stall":
+                faulty = replace(faulty, timeout=IMPATIENT)
+            return faulty, Fault(kind, rank, place)
     return inject(rng, program, processes)  # nothing here can be changed in this way
 
 
@@ -58,7 +75,7 @@ def _changed(
     if kind in (*ENDINGS, *PROCESS_ENDINGS):
         return [*before, Step(kind, seconds=rng.choice([0.0, 0.002, 0.01, 0.03])), *steps[place:]]
     if kind == "stall":
-        return [*before, Step(kind, seconds=program.timeout * 2), *steps[place:]] if talks else None
+        return [*before, Step(kind, seconds=IMPATIENT * 2), *steps[place:]] if talks else None
     if kind == "skip":
         return [*before, *after]
     if kind == "swap":
@@ -90,6 +107,8 @@ def _other(rng: random.Random, program: Program, kind: str, rank: int, step: Ste
         return replace(step, root=rng.choice(group))
     if kind == "reduce" and step.kind in REDUCING:
         return replace(step, reduce=rng.choice(REDUCTIONS[step.dtype]))
+    if kind == "tensors" and step.kind == COALESCED:
+        return replace(step, tensors=rng.choice([1, 2, 3]))
     if kind == "tag" and step.kind in (*MESSAGES, "helper"):
         return replace(step, tag=step.tag + 1000)
     if kind == "peer" and step.kind in (*MESSAGES, "helper") and step.peer is not None:

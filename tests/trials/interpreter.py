@@ -167,6 +167,8 @@ class Interpreter:
                 return dist.broadcast(out[0], root, **common)
             case "all_reduce":
                 return dist.all_reduce(out[0], op, **common)
+            case "all_reduce_coalesced":
+                return dist.all_reduce_coalesced(out, op, **common)
             case "reduce":
                 return dist.reduce(out[0], root, op, **common)
             case "all_gather":
@@ -209,5 +211,6 @@ class Interpreter:
 
 def run_program(program: Program, partners: dict[Place, dict[int, int]], directory: str) -> None:
     """Run a program on the calling rank; its report is left in `directory`."""
+    torch.set_num_threads(1)
     report = Path(directory, f"rank{dist.get_rank()}")
     Interpreter(program, partners, report).run()

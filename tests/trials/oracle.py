@@ -15,7 +15,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trials.programs import COLLECTIVES, MESSAGES, OBJECTS, REDUCING, ROOTED, Program, Step
+from trials.programs import (
+    COALESCED,
+    COLLECTIVES,
+    MESSAGES,
+    OBJECTS,
+    REDUCING,
+    ROOTED,
+    Program,
+    Step,
+)
 
 Place = tuple[int, int]  # a rank, and the index of one of its steps
 
@@ -36,7 +45,12 @@ def signatures(program: Program, step: Step) -> list[tuple[Any, ...]]:
     # Where ranks may bring shapes of their own, the numbers of elements are compared.
     own_shape = name in ("all_gather", "reduce_scatter", "all_to_all")
     facts.append(step.count if own_shape else step.shape)
-    return [tuple(facts)]
+    if step.kind != COALESCED:
+        return [tuple(facts)]
+    facts[0] = "all_reduce"
+    if step.tensors == 1:
+        return [tuple(facts)]
+    return [(*facts, step.tensors, number) for number in range(step.tensors)]
 
 
 def _object_signatures(step: Step, size: int) -> list[tuple[Any, ...]]:
@@ -88,6 +102,8 @@ class Wait:
     needs: Callable[[], set[int]]
     any_of: bool = False  # one of those it needs would do
     later: bool = False  # for something that was started before
+    posting: Posting | None = None
+    queued: bool = False  # behind another operation, which is given up before it
 
 
 @dataclass
@@ -165,6 +181,9 @@ class _Simulation:
                     ends[rank] = End("mismatch", self.at[rank], None, error.cause, error.later)
         found = [end or End("stuck", self.at[rank], waits[rank]) for rank, end in enumerate(ends)]
         for rank, end in enumerate(found):
+            if end.wait is not None and end.wait.posting is not None:
+                group, number = end.wait.posting.meeting
+                end.wait.queued = number > self.met[group]
             end.open_works = any(work.state == "open" for work in self.started[rank].values())
         return Prophecy(self.program, found, self.partners, self.mismatches, self.left)
 
@@ -247,7 +266,7 @@ class _Simulation:
             # The lane stands at the first meeting that has not come about.
             return {r for r, queue in self.postings[group].items() if len(queue) <= self.met[group]}
 
-        return Wait(what, group, lambda: posting.state != "open", needs)
+        return Wait(what, group, lambda: posting.state != "open", needs, posting=posting)
 
     def _message(self, rank: int, place: int, step: Step) -> Iterator[Wait]:
         delivery = Delivery((rank, place), step)

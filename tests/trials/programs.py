@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
-REDUCING = ("all_reduce", "reduce", "reduce_scatter", "reduce_scatter_single")
+COALESCED = "all_reduce_coalesced"
+REDUCING = ("all_reduce", COALESCED, "reduce", "reduce_scatter", "reduce_scatter_single")
 PLAIN = (
-    *("all_reduce", "broadcast", "reduce", "all_gather", "all_gather_single", "gather"),
+    *("all_reduce", COALESCED, "broadcast", "reduce", "all_gather", "all_gather_single", "gather"),
     *("scatter", "reduce_scatter", "reduce_scatter_single", "all_to_all", "all_to_all_single"),
 )
 OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
@@ -33,6 +34,9 @@ BUFFERED = 64 << 10  # bytes of a message that is copied at once
 SIZES = {"float32": 4, "float64": 8, "bfloat16": 2, "int32": 4, "int16": 2}
 UNREAD = 7  # messages between two ranks of a group; one more than eight unread ones would wait
 
+PATIENT = 20.0  # seconds; the timeout of programs that need none
+IMPATIENT = 3.0
+
 
 @dataclass(frozen=True)
 class Step:
@@ -44,6 +48,7 @@ class Step:
     dtype: str = "float32"
     shape: tuple[int, ...] = (1,)
     reduce: str = "SUM"
+    tensors: int = 2  # of a coalesced call
     root: int = 0  # ranks here are ranks of the world
     peer: int | None = None  # None: any source
     tag: int = 0
@@ -67,6 +72,8 @@ class Step:
             facts.append(f"{self.dtype}{list(self.shape)}")
         if self.kind in REDUCING:
             facts.append(self.reduce)
+        if self.kind == COALESCED:
+            facts.append(f"{self.tensors} tensors")
         if self.kind in (*ROOTED, *ROOTED_OBJECTS):
             facts.append(f"root={self.root}")
         if self.kind in (*MESSAGES, "helper"):
@@ -85,7 +92,7 @@ class Program:
 
     groups: tuple[tuple[int, ...], ...]
     steps: tuple[tuple[Step, ...], ...]
-    timeout: float = 3.0  # of every group
+    timeout: float = PATIENT  # of every group
 
     @property
     def size(self) -> int:
@@ -162,7 +169,7 @@ class _Writer:
         kind = self.rng.choice(COLLECTIVES)
         root = self.rng.choice(self.groups[group])
         step = Step(kind, self.event, group, root=root, **some_data(self.rng, kind))
-        may_be_later = kind not in OBJECTS and self.rng.random() < 0.3
+        may_be_later = kind not in (*OBJECTS, COALESCED) and self.rng.random() < 0.3
         for rank in self.groups[group]:
             # Each rank decides for itself whether it waits at once.
             later = may_be_later and self.rng.random() < 0.7
@@ -268,7 +275,8 @@ def _crossed_program(rng: random.Random, groups: tuple[tuple[int, ...], ...], si
         if rng.random() < 0.04:
             steps[rank].insert(0, Step("watcher", 60))
     ordered = [tuple(_waits_after_starts(each)) for each in steps]
-    return Program(groups, tuple(ordered), timeout=3.0)
+    watched = any(step.kind == "watcher" for each in steps for step in each)
+    return Program(groups, tuple(ordered), IMPATIENT if watched else PATIENT)
 
 
 def _waits_after_starts(steps: list[Step]) -> list[Step]:

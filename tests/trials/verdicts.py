@@ -11,7 +11,8 @@ What a rank must end with, where the fault is another's:
 | one that gets one of these errors itself               | PeerFailed, with that error's story |
 | one that waits, perhaps through others, for this rank  | Deadlock, on all of them            |
 | one that waits for ranks in such a cycle               | Deadlock; PeerFailed if it comes    |
-|                                                        | when these have raised it already   |
+|                                                        | when these have raised it already,  |
+|                                                        | or waits behind a call of its own   |
 | one that computes beyond the timeout, or has a thread  | DistTimeout, on those who wait      |
 | that may act and does not                              | longest; PeerFailed on the others;  |
 |                                                        | Deadlock if others give up for that |
@@ -49,7 +50,7 @@ from trials.interpreter import Report, run_program
 from trials.oracle import End, Prophecy, foretell
 from trials.programs import Program
 
-DEADLINE = 30.0  # seconds that a whole run may take; no wait is longer than its group's timeout
+DEADLINE = 45.0  # seconds that a whole run may take; no wait is longer than its group's timeout
 
 _OUTCOMES = {
     "finished": "finished",
@@ -215,6 +216,8 @@ class _Judge:
                 self._describe_mismatch(found, end)
             return found
         assert end.wait is not None
+        if end.place == len(self.program.steps[rank]):
+            return Expectation({"finished"})  # and destroys its groups, when that can be done
         if rank in self.forsaken:
             return Expectation({"PeerFailed"})
         if rank in self.slow:
@@ -222,9 +225,8 @@ class _Judge:
             given_up = {"Deadlock"} if self.locked else set()
             return Expectation({"DistTimeout", "PeerFailed"} | given_up)
         found = Expectation({"Deadlock"})
-        if len(self.sources) > 1 or not any(
-            rank in each for each in self.cycles if self._is_least(each)
-        ):
+        alone = any(rank in cycle and self._is_least(cycle) for cycle in self.cycles)
+        if not alone or len(self.sources) > 1 or end.wait.queued:
             found.outcomes.add("PeerFailed")
         found.names_deadlock = lambda named: bool(self._closed(named & self.locked))
         found.words = {"interpreter.py:"}
