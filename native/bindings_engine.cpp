@@ -12,6 +12,7 @@
 #include "bindings_tensor.hpp"
 #include "lane.hpp"
 #include "mailbox.hpp"
+#include "report.hpp"
 
 namespace nb = nanobind;
 using namespace phalanx;
@@ -92,9 +93,7 @@ class PendingJob : public Pending {
       facts.own = true;
       facts.blocked = timeout < 0;
       if (job_->wait(std::min(patience.at(), Clock::now() + kSlice))) break;
-      if (patience.passed())
-        throw Failure(Kind::Timeout, std::string(name(op_)) + " on group '" + board_->name() +
-                                         "' at " + site_ + ": not done when wait() timed out");
+      if (patience.passed()) throw unfinished(timeout);
       waiter.update(facts);
       check_interrupt();
     }
@@ -104,6 +103,16 @@ class PendingJob : public Pending {
  private:
   std::shared_ptr<Job> job_;
   std::shared_ptr<Board> board_;
+  Failure unfinished(double timeout) const {
+    std::vector<int> behind = board_->ranks_behind(rank_);
+    return {Kind::Timeout,
+            std::string(name(op_)) + " on " + board_->title() + ", rank " +
+                std::to_string(board_->world_rank(rank_)) + ", at " + site_ +
+                ": not done after a wait of " + seconds_text(timeout) + "; it goes on" +
+                (behind.empty() ? "" : "\n  not arrived: " + board_->world_ranks(behind)) +
+                describe_absent(*board_, behind)};
+  }
+
   int rank_;
   Op op_;
   std::string site_;
@@ -141,8 +150,9 @@ class Engine {
  public:
   Engine(std::shared_ptr<Roster> roster, std::vector<int> members, int rank,
          const std::string& name, double timeout, const std::string& ticket)
-      : board_(ticket.empty() ? Board::create(roster, members, name)
-                              : Board::open(roster, members, ticket)),
+      : site_(Sites::find()),
+        board_(ticket.empty() ? Board::create(roster, members, name, site_)
+                              : Board::open(roster, members, ticket, site_)),
         group_(board_, rank, name, timeout),
         mailbox_(std::make_shared<Mailbox>(board_, rank, name)),
         lane_([board = board_, member = members[rank]](int by) {
@@ -161,10 +171,8 @@ class Engine {
 
   std::string ticket() const { return board_->ticket(); }
   void attend(bool creator) {
-    char site[80], api[24];
-    Sites::find(site, api);
     nb::gil_scoped_release unlock;
-    board_->attend(group_.rank(), creator, site, group_.timeout);
+    board_->attend(group_.rank(), creator, site_, group_.timeout);
   }
   nb::list history() const { return as_list(board_->seat(group_.rank())); }
   uint64_t sequence() const { return group_.sequence(); }
@@ -384,6 +392,7 @@ class Engine {
   }
 
   const int pid_ = ::getpid();
+  const std::string site_;  // where the group was made
   std::shared_ptr<Board> board_;
   Group group_;
   std::shared_ptr<Mailbox> mailbox_;

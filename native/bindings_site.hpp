@@ -22,6 +22,11 @@ class Sites {
     instance().packages_ = std::move(directories);
   }
 
+  static std::string find() {
+    char site[80] = {}, api[24] = {};
+    find(site, api);
+    return site;
+  }
   static void find(char (&site)[80], char (&api)[24]) {
     Sites& self = instance();
     PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());

@@ -36,7 +36,7 @@ Board::Board(std::shared_ptr<Roster> roster, std::vector<int> members,
 }
 
 std::shared_ptr<Board> Board::create(std::shared_ptr<Roster> roster, std::vector<int> members,
-                                     const std::string& name) {
+                                     const std::string& name, const std::string& site) {
   BoardLayout layout(members.size());
   auto region = Region::create(layout.end, roster->threads());
   auto& header = *reinterpret_cast<BoardHeader*>(region->data());
@@ -44,6 +44,7 @@ std::shared_ptr<Board> Board::create(std::shared_ptr<Roster> roster, std::vector
   header.size = uint32_t(members.size());
   header.crowded = int(members.size()) > roster->cores(members);
   name.copy(header.name, sizeof header.name - 1);
+  site.copy(header.site, sizeof header.site - 1);
   auto* shown = reinterpret_cast<int32_t*>(region->data() + layout.members);
   std::copy(members.begin(), members.end(), shown);
   return std::shared_ptr<Board>(
@@ -51,13 +52,39 @@ std::shared_ptr<Board> Board::create(std::shared_ptr<Roster> roster, std::vector
 }
 
 std::shared_ptr<Board> Board::open(std::shared_ptr<Roster> roster, std::vector<int> members,
-                                   const std::string& ticket) {
-  return std::shared_ptr<Board>(
-      new Board(std::move(roster), std::move(members), Region::open(ticket)));
+                                   const std::string& ticket, const std::string& site) {
+  auto region = Region::open(ticket);
+  auto& header = *reinterpret_cast<BoardHeader*>(region->data());
+  auto* shown = reinterpret_cast<int32_t*>(region->data() + BoardLayout(header.size).members);
+  std::vector<int> theirs(shown, shown + header.size);
+  std::shared_ptr<Board> board(new Board(std::move(roster), theirs, std::move(region)));
+  if (theirs == members) return board;
+  std::string text =
+      "the making of group '" + board->name() + "' does not match across ranks\n  rank " +
+      std::to_string(theirs[0]) + " makes it of " + rank_list(theirs) + "  " + header.site +
+      "\n  another rank makes it of " + rank_list(members) + "  " + site +
+      "\nsome ranks have skipped a call: every rank of the world must call new_group "
+      "in one order, also for groups that it is not in (or only the members, with "
+      "use_local_synchronization=True)";
+  board->break_up(Kind::Mismatch, text);
+  throw Failure(Kind::Mismatch, text);
 }
 
-void Board::attend(int rank, bool creator, const char* site, double timeout) {
+std::string Board::title() const {
+  std::string text = "group '" + name() + "'";
+  return size() == roster_->size() ? text : text + " (" + rank_list(members_) + ")";
+}
+
+std::string Board::world_ranks(std::span<const int> ranks) const {
+  std::vector<int> translated;
+  for (int rank : ranks) translated.push_back(members_[rank]);
+  std::sort(translated.begin(), translated.end());
+  return rank_list(translated);
+}
+
+void Board::attend(int rank, bool creator, const std::string& site, double timeout) {
   const Deadline deadline = Deadline::in(timeout);
+  check_broken();  // the creator has given up
   seat(rank).present = true;
   bell().ring();
   if (!creator) return;
@@ -67,33 +94,39 @@ void Board::attend(int rank, bool creator, const char* site, double timeout) {
       if (!seat(peer).present) ranks.push_back(peer);
     return ranks;
   };
-  const std::string what = "the making of group '" + name() + "'";
+  const std::string what = "the making of " + title();
   const int64_t started = now_ns();
   Waiter waiter(*roster_, world_rank(rank));
   Spin spin(false);
-  wait_until(
-      bell(), spin, deadline, [&] { return missing().empty(); },
-      [&](bool costly) {
-        check_broken();
-        auto deadlock = waiter.verdict();
-        WaitFacts facts = wait_facts(Op::Barrier, name(), what, site, started);
-        facts.making = true;
-        std::vector<int> absent = missing();
-        std::string end = deadlock ? "" : first_obituary(absent, costly);
-        if (!end.empty() && missing() == absent)
-          throw Failure(Kind::PeerFailed, "group '" + name() + "' cannot be made: " + end);
-        if (!costly && !deadlock) return;
-        for (int peer : absent) facts.needs.add(world_rank(peer));
-        facts.blocked = !absent.empty() && !ends_by_itself(timeout, false);
-        if (!deadlock) deadlock = waiter.update(facts);
-        if (deadlock) throw Failure(Kind::Deadlock, what + ": " + *deadlock);
-        if (deadline.passed())
-          throw Failure(Kind::Timeout, "group '" + name() +
-                                           "' cannot be made: timed out waiting for " +
-                                           rank_list(absent) + " of the group to call as well" +
-                                           describe_absent(*this, absent));
-        check_interrupt();
-      });
+  auto look = [&](bool costly) {
+    check_broken();
+    auto deadlock = waiter.verdict();
+    WaitFacts facts = wait_facts(Op::Barrier, name(), what, site.c_str(), started);
+    facts.making = true;
+    std::vector<int> absent = missing();
+    std::string end = deadlock ? "" : first_obituary(absent, costly);
+    if (!end.empty() && missing() == absent)
+      throw Failure(Kind::PeerFailed, what + " at " + site + ": " + end);
+    if (!costly && !deadlock) return;
+    for (int peer : absent) facts.needs.add(world_rank(peer));
+    facts.blocked = !absent.empty() && !ends_by_itself(timeout, false);
+    if (!deadlock) deadlock = waiter.update(facts);
+    if (deadlock) throw Failure(Kind::Deadlock, what + " at " + site + ": " + *deadlock);
+    if (deadline.passed())
+      throw Failure(Kind::Timeout, what + " at " + site + ": timed out after " +
+                                       seconds_text(timeout) + "; not called by " +
+                                       world_ranks(absent) + describe_absent(*this, absent));
+    check_interrupt();
+  };
+  try {
+    wait_until(bell(), spin, deadline, [&] { return missing().empty(); }, look);
+  } catch (const Failure& failure) {
+    break_up(failure.kind, failure.what());  // who comes later learns of it
+    throw;
+  } catch (...) {
+    break_up(Kind::PeerFailed, what + " at " + site + " was interrupted");
+    throw;
+  }
 }
 
 Cell* Board::cells(int from, int to) const {
@@ -165,6 +198,13 @@ bool Board::is_given_up(uint64_t clock) const {
          header().given_up_first.load(std::memory_order_acquire) <= clock;
 }
 
+std::vector<int> Board::ranks_behind(int rank) const {
+  std::vector<int> behind;
+  for (int peer = 0; peer < size(); ++peer)
+    if (seat(peer).newest.load() < seat(rank).newest.load()) behind.push_back(peer);
+  return behind;
+}
+
 void Board::break_up(Kind kind, const std::string& why) {
   uint32_t whole = 0;
   if (!header().broken.compare_exchange_strong(whole, 1)) return;
@@ -193,8 +233,8 @@ void Board::check_broken() const {
 void Board::check_usable(const std::string& operation) const {
   if (header().broken.load(std::memory_order_acquire) != 2) return;
   throw Failure(Kind(header().kind),
-                operation + " on group '" + name() +
-                    "': the group cannot be used any more since an earlier failure; make a new one "
+                operation + " on " + title() +
+                    ": the group cannot be used any more since an earlier failure; make a new one "
                     "of the ranks that are left (new_group, shrink_group). The failure was:\n" +
                     std::string(header().why, header().why_length));
 }
@@ -221,7 +261,9 @@ std::string Board::obituary(int rank, bool ask_system) const {
   // Its own word first: the system only knows that it is gone.
   std::string end = roster_->obituary(members_[rank], false);
   if (end.empty() && seat(rank).left.load(std::memory_order_acquire))
-    end = roster_->title(members_[rank]) + " has destroyed this group";
+    end = roster_->title(members_[rank]) +
+          " has left this group (destroy_process_group, or the end of its program) and will not "
+          "come";
   if (end.empty() && ask_system) end = roster_->obituary(members_[rank], true);
   if (end.empty()) return end;
   auto last = last_posting(rank);

@@ -19,20 +19,22 @@ class Board {
  public:
   // `members` are world ranks; one rank creates and the others open.
   static std::shared_ptr<Board> create(std::shared_ptr<Roster> roster, std::vector<int> members,
-                                       const std::string& name);
+                                       const std::string& name, const std::string& site);
   static std::shared_ptr<Board> open(std::shared_ptr<Roster> roster, std::vector<int> members,
-                                     const std::string& ticket);
+                                     const std::string& ticket, const std::string& site);
 
   // Say that a rank has opened the board. The creator returns when all have, so that the board they
   // are told of exists.
-  void attend(int rank, bool creator, const char* site, double timeout);
+  void attend(int rank, bool creator, const std::string& site, double timeout);
 
   const std::string& ticket() const { return region_->ticket(); }
   std::string name() const { return header().name; }
+  std::string title() const;  // "group '1' (ranks 1-3)", with ranks of the world
   int size() const { return int(members_.size()); }
   bool threads() const { return roster_->threads(); }
   bool crowded() const { return crowded_; }  // more ranks than cores: never spin
   int world_rank(int rank) const { return members_[rank]; }
+  std::string world_ranks(std::span<const int> ranks) const;  // "ranks 1-3"
   Roster& roster() const { return *roster_; }
 
   Seat& seat(int rank) const { return seats_[rank]; }
@@ -69,6 +71,8 @@ class Board {
   // Asked by a rank that has seen all the others arrive, or not yet. Clocks have 64 bits here, so
   // that none comes twice.
   bool is_given_up(uint64_t clock) const;
+  // Those that have made fewer collectives than this one.
+  std::vector<int> ranks_behind(int rank) const;
 
   // Make the group unusable: every wait on it, now or later, raises this. The first caller's word
   // counts.

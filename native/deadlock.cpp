@@ -120,6 +120,14 @@ void tell(const Roster& roster, const std::vector<BlockedWait>& waits) {
 
 }  // namespace
 
+bool awaits_verdict(const Roster& roster, int rank) {
+  auto& waits = roster.member(rank).waits;
+  return std::any_of(std::begin(waits), std::end(waits), [](const Wait& wait) {
+    WaitFacts facts;
+    return wait.taken && wait.doom && wait.facts.read(facts) && wait.doom == facts.since_ns;
+  });
+}
+
 void set_thread_count(ThreadCount count) { thread_count.store(count); }
 
 WaitFacts wait_facts(Op op, const std::string& group, const std::string& what, const char* site,

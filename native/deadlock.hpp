@@ -43,6 +43,9 @@ class Waiter {
   Wait* wait_ = nullptr;
 };
 
+// Whether a thread of this rank has been found to be in a deadlock and does not know it yet.
+bool awaits_verdict(const Roster& roster, int rank);
+
 // The beginnings of what is shown. To be made before the wait is judged: what happens later is not
 // taken into account.
 WaitFacts wait_facts(Op op, const std::string& group, const std::string& what, const char* site,

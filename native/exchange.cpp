@@ -87,8 +87,10 @@ void Group::exchange(Passage& passage) {
     if (!indexed) break;
   }
   if (call.op == Op::AllGather)
-    for (const View& output : call.outputs)
-      passage.posting.detail = mix(passage.posting.detail, output.count);
+    for (int from = 0; from < p; ++from) {
+      passage.posting.detail = mix(passage.posting.detail, call.outputs[from].count);
+      board_->parcel(rank_, from, passage.sequence).taken = call.outputs[from].count * item;
+    }
 
   Offer offer = Offer::Nothing;
   if (bytes > 0 && bytes <= kSlot) {
@@ -136,12 +138,7 @@ void Group::exchange(Passage& passage) {
         uint64_t given = board_->parcel(from, to, passage.sequence).given;
         uint64_t taken = board_->parcel(to, from, passage.sequence).taken;
         if (given != taken)
-          throw Failure(Kind::Mismatch,
-                        mismatch_report(*board_, passage.sequence,
-                                        "rank " + std::to_string(from) + " has " +
-                                            std::to_string(given / item) + " elements for rank " +
-                                            std::to_string(to) + ", which expects " +
-                                            std::to_string(taken / item)));
+          throw Failure(Kind::Mismatch, mismatch_report(*board_, passage.sequence));
       }
 
   uint64_t steps = 0;

@@ -67,7 +67,7 @@ void Group::run(Call& call) {
   posting.op = call.op;
   posting.dtype = call.dtype;
   posting.reduce = call.reduce;
-  posting.root = call.root;
+  posting.root = call.root < 0 ? -1 : board_->world_rank(call.root);
   posting.factor = call.factor;
   posting.detail = call.detail;
   posting.posted_ns = nanoseconds(start);
@@ -93,18 +93,21 @@ void Group::run(Call& call) {
         exchange(passage);
     }
   } catch (const Failure& failure) {
+    // Others are told the same reason, each for its own call.
     conclude(passage, failure.kind == Kind::Mismatch ? Stage::Mismatch : Stage::Failed);
     if (failure.kind == Kind::Mismatch)
       call.lent = false;  // agreed by all: nobody touches anything
     else if (posted_)
       board_->break_up(failure.kind, failure.what());
     if (call.lent) board_->park(std::make_shared<decltype(call.scratch)>(std::move(call.scratch)));
-    throw;
+    if (failure.kind == Kind::Mismatch) throw;
+    throw Failure(failure.kind, headline(passage) + ": " + failure.what());
   } catch (...) {
     conclude(passage, Stage::Interrupted);
     if (posted_)
-      board_->break_up(Kind::PeerFailed,
-                       headline(passage) + ": interrupted on rank " + std::to_string(rank_));
+      board_->break_up(Kind::PeerFailed, board_->roster().title(board_->world_rank(rank_)) +
+                                             " was interrupted in the middle of " +
+                                             passage.posting.describe() + " at " + call.site);
     if (call.lent) board_->park(std::make_shared<decltype(call.scratch)>(std::move(call.scratch)));
     throw;
   }
@@ -134,10 +137,10 @@ void Group::meet(Passage& passage, Offer offer) {
   passage.meeting = true;
   if (!arrive(true)) throw_given_up(passage);
   await(passage);
-  board_->check_broken();  // the others may have given up before this rank came
   if (board_->is_given_up(clock_)) throw_given_up(passage);
   passage.meeting = false;
   if (!agreed()) throw Failure(Kind::Mismatch, mismatch_report(*board_, passage.sequence));
+  board_->check_broken();  // somebody may have failed since
 }
 
 void Group::tick(Passage& passage) {
@@ -198,7 +201,8 @@ bool Group::agreed() const {
 
 std::string Group::headline(const Passage& passage) const {
   return std::string(phalanx::name(passage.call.op)) + " #" + std::to_string(passage.sequence) +
-         " on group '" + name_ + "'";
+         " on " + board_->title() + ", rank " + std::to_string(board_->world_rank(rank_)) +
+         ", at " + passage.call.site;
 }
 
 void Group::look(Passage& passage, bool costly) {
@@ -220,8 +224,7 @@ void Group::look(Passage& passage, bool costly) {
   if (missing.empty())
     for (int rank = 0; rank < size(); ++rank)
       if (!board_->obituary(rank, true).empty()) gone.push_back(rank);
-  if (!gone.empty())
-    throw Failure(Kind::PeerFailed, headline(passage) + ": " + board_->first_obituary(gone, true));
+  if (!gone.empty()) throw Failure(Kind::PeerFailed, board_->first_obituary(gone, true));
   try {
     judge(passage, missing, facts);
     check_interrupt();
@@ -245,16 +248,14 @@ void Group::judge(Passage& passage, std::span<const int> missing, WaitFacts& fac
   std::vector<int> arrived;
   for (int rank = 0; rank < size(); ++rank)
     if (std::find(missing.begin(), missing.end(), rank) == missing.end()) arrived.push_back(rank);
-  throw Failure(Kind::Timeout,
-                headline(passage) + ": rank " + std::to_string(rank_) + " reached its timeout of " +
-                    seconds_text(seconds) + " in " + passage.posting.describe() + " at " +
-                    passage.call.site + "\n  arrived: " + rank_list(arrived) +
-                    "; not arrived: " + rank_list(missing) + describe_absent(*board_, missing));
+  throw Failure(Kind::Timeout, "reached its timeout of " + seconds_text(seconds) +
+                                   "\n  arrived: " + board_->world_ranks(arrived) +
+                                   "; not arrived: " + board_->world_ranks(missing) +
+                                   describe_absent(*board_, missing));
 }
 
 void Group::check_deadlock(Passage& passage, const std::optional<std::string>& verdict) {
-  if (verdict && give_up(passage, Stage::Deadlock))
-    throw Failure(Kind::Deadlock, headline(passage) + ": " + *verdict);
+  if (verdict && give_up(passage, Stage::Deadlock)) throw Failure(Kind::Deadlock, *verdict);
 }
 
 bool Group::give_up(Passage& passage, Stage stage) {
@@ -279,7 +280,7 @@ void Group::throw_given_up(const Passage& passage) {
     kind = stage == Stage::TimedOut   ? Kind::Timeout
            : stage == Stage::Deadlock ? Kind::Deadlock
                                       : Kind::PeerFailed;
-    who += "\n  rank " + std::to_string(rank) + " " + describe_posting(posting);
+    who += "\n  rank " + std::to_string(board_->world_rank(rank)) + " " + describe_posting(posting);
   }
   Posting& mine = board_->posting(rank_, passage.sequence);
   mine.reach(kind == Kind::Timeout    ? Stage::TimedOut
@@ -290,11 +291,9 @@ void Group::throw_given_up(const Passage& passage) {
   for (int rank = 0; rank < size(); ++rank)
     if (!reached(rank)) missing.push_back(rank);
   std::string absent = missing.empty() ? ""
-                                       : "\n  not arrived: " + rank_list(missing) +
+                                       : "\n  not arrived: " + board_->world_ranks(missing) +
                                              describe_absent(*board_, missing);
-  throw Failure(kind, headline(passage) + " was given up; rank " + std::to_string(rank_) +
-                          " is in it at " + passage.call.site + who + absent +
-                          "\nthe group can still be used");
+  throw Failure(kind, "was given up" + who + absent + "\nthe group can still be used");
 }
 
 std::byte* Group::inline_area(int rank, uint64_t clock, uint64_t sequence, size_t bytes) const {

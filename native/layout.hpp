@@ -52,7 +52,7 @@ struct Posting {
   uint8_t ndim;
   Stage stage_reached;
   uint16_t part, parts;  // "[1 of 3]": its place in a batch of calls that belong together
-  int32_t root;          // or the peer, for send and recv; -1 for none
+  int32_t root;          // or the peer, for send and recv, as a world rank; -1 for none
   int32_t tag;           // of send and recv
   int64_t shape[6];
   uint64_t detail;  // hash of what must agree beyond the fields above (lists of sizes)
@@ -143,7 +143,8 @@ static_assert(sizeof(Cell) == 256);
 // Where a message that does not fit into a cell passes from the sender's memory to the receiver's.
 struct Pipe {
   // Taking: the receiver is reading the sender's own memory, which must stay until it is done.
-  enum State : uint32_t { Open, Taking, Refused, Abandoned };
+  // Refused: the receiver asked for something else; Unread: it left without asking.
+  enum State : uint32_t { Open, Taking, Refused, Unread, Abandoned };
   uint64_t direct;    // shared address of the whole message, or 0 if it flows through `data`
   uint64_t bytes;     // of the message
   uint64_t capacity;  // of `data`
@@ -161,6 +162,7 @@ struct BoardHeader {
   uint32_t size;
   uint32_t crowded;
   char name[64];
+  char site[80];  // where its creator makes it
   Bell bell;
   alignas(64) std::atomic<uint64_t> arrived;  // at crowded boards: clock and how many
   alignas(64) std::atomic<uint32_t> mismatch;

@@ -17,6 +17,8 @@ constexpr size_t kBacklog = 1024;       // small messages a rank may have waitin
 // A pipe with its head fits into a page, holds a buffered message, or streams a long one.
 constexpr std::array<size_t, 3> kPipeSizes = {4 << 10, kBuffered + (4 << 10), 512 << 10};
 
+bool is_refused(Pipe::State state) { return state == Pipe::Refused || state == Pipe::Unread; }
+
 // Says that a thread sees to what arrives in a mailbox.
 struct Attendance {
   Seat& seat;
@@ -80,13 +82,13 @@ void Mailbox::close() {
   drop(streams_in_);
   drop(asked_);
   for (Letter& letter : letters_)
-    if (letter.pipe) letter.pipe->state.store(Pipe::Refused);
+    if (letter.pipe) letter.pipe->state.store(Pipe::Unread);
   letters_.clear();
 }
 
 std::string Mailbox::headline(const Delivery& delivery) const {
-  return describe(delivery).describe() + " on group '" + group_ + "', rank " +
-         std::to_string(rank_) + ", at " + delivery.site;
+  return describe(delivery).describe() + " on " + board_->title() + ", rank " +
+         std::to_string(board_->world_rank(rank_)) + ", at " + delivery.site;
 }
 
 Posting Mailbox::describe(const Delivery& delivery) const {
@@ -94,7 +96,7 @@ Posting Mailbox::describe(const Delivery& delivery) const {
   posting.sequence = delivery.number;
   posting.op = delivery.op;
   posting.dtype = delivery.dtype;
-  posting.root = delivery.peer;
+  posting.root = delivery.peer < 0 ? -1 : board_->world_rank(delivery.peer);
   posting.tag = delivery.tag;
   posting.ndim = uint8_t(delivery.ndim);
   std::copy_n(delivery.shape, std::size(delivery.shape), posting.shape);
@@ -233,10 +235,15 @@ bool Mailbox::launch(const std::shared_ptr<Delivery>& delivery) {
 // Move a send's bytes into its pipe.
 void Mailbox::pump_out(Delivery& delivery) {
   Pipe& pipe = *delivery.pipe;
-  if (delivery.state == Delivery::State::Open &&
-      pipe.state.load(std::memory_order_acquire) == Pipe::Refused) {
+  const auto state = pipe.state.load(std::memory_order_acquire);
+  if (delivery.state == Delivery::State::Open && state == Pipe::Refused) {
     fail(delivery, Kind::Mismatch,
          headline(delivery) + ": the receiver asked for something else and refused the message");
+    return;
+  }
+  if (delivery.state == Delivery::State::Open && state == Pipe::Unread) {
+    fail(delivery, Kind::PeerFailed,
+         headline(delivery) + ": not received: " + board_->obituary(delivery.peer, true));
     return;
   }
   // Acquire: the receiver has read what is overwritten here. Release: it sees what is written.
@@ -266,8 +273,18 @@ void Mailbox::pump_in(Delivery& delivery) {
   auto open = Pipe::Open;
   bool abandoned = pipe.direct ? !pipe.state.compare_exchange_strong(open, Pipe::Taking)
                                : pipe.state.load(std::memory_order_acquire) == Pipe::Abandoned;
+  if (abandoned && pipe.drained.load(std::memory_order_relaxed) == 0) {
+    // As if it had never been sent: the receive goes on waiting.
+    pipe.state.store(Pipe::Refused, std::memory_order_release);
+    board_->seat(delivery.source).mail.ring();
+    delivery.pipe = nullptr;
+    delivery.source = -1;
+    return;
+  }
   if (abandoned) {
-    fail(delivery, Kind::PeerFailed, headline(delivery) + ": the sender gave up on the message");
+    fail(delivery, Kind::PeerFailed,
+         headline(delivery) + ": rank " + std::to_string(board_->world_rank(delivery.source)) +
+             " gave up sending in the middle of the message; the tensor is partly written");
     return;
   }
   // Once `drained` says that all is read, the pipe is the sender's again: it is not touched after.
@@ -313,15 +330,15 @@ void Mailbox::collect(int from) {
       letters_.push_back(std::move(letter));
     } else {
       auto delivery = *recv;
-      asked_.erase(recv);
       if (!letter.pipe && letter.count == delivery->view.count && letter.dtype == delivery->dtype) {
         if (bytes) std::memcpy(delivery->data, cell.payload, bytes);
         delivery->source = from;
         finish(*delivery);
       } else {
         accept(*delivery, letter);
-        if (delivery->state == Delivery::State::Open) streams_in_.push_back(delivery);
+        if (delivery->pipe) streams_in_.push_back(delivery);
       }
+      if (!still_waits(*delivery)) asked_.erase(recv);
     }
     cell.turn.store(uint32_t(number / kCells * 2 + 2), std::memory_order_release);
     received_[from] = number + 1;
@@ -331,13 +348,15 @@ void Mailbox::collect(int from) {
 
 // Find a letter for a new recv; true if there was one.
 bool Mailbox::match(Delivery& recv) {
-  auto letter = std::find_if(letters_.begin(), letters_.end(), [&](Letter& letter) {
-    return (recv.peer < 0 || recv.peer == letter.from) && recv.tag == letter.tag;
-  });
-  if (letter == letters_.end()) return false;
-  accept(recv, *letter);
-  letters_.erase(letter);
-  return true;
+  for (;;) {
+    auto letter = std::find_if(letters_.begin(), letters_.end(), [&](Letter& letter) {
+      return (recv.peer < 0 || recv.peer == letter.from) && recv.tag == letter.tag;
+    });
+    if (letter == letters_.end()) return false;
+    accept(recv, *letter);
+    letters_.erase(letter);
+    if (!still_waits(recv)) return true;  // else its sender had given up on it
+  }
 }
 
 void Mailbox::accept(Delivery& recv, Letter& letter) {
@@ -346,7 +365,7 @@ void Mailbox::accept(Delivery& recv, Letter& letter) {
     if (letter.pipe) letter.pipe->state.store(Pipe::Refused, std::memory_order_release);
     board_->seat(letter.from).mail.ring();
     fail(recv, Kind::Mismatch,
-         headline(recv) + ": rank " + std::to_string(letter.from) + " sent " +
+         headline(recv) + ": rank " + std::to_string(board_->world_rank(letter.from)) + " sent " +
              phalanx::name(letter.dtype) + "[" + std::to_string(letter.count) +
              "]; nothing was written");
     return;
@@ -380,7 +399,10 @@ bool Mailbox::fail(Delivery& delivery, Kind kind, const std::string& why) {
         board_->obituary(delivery.peer, true).empty())
       return false;
     // What the sender has abandoned is refused all the same, so that it gets its pipe back.
-    if (delivery.op == Op::Recv) delivery.pipe->state.store(Pipe::Refused);
+    if (delivery.op == Op::Recv) {
+      delivery.pipe->state.store(Pipe::Refused);
+      delivery.pipe = nullptr;
+    }
   }
   conclude(delivery, kind == Kind::Timeout    ? Stage::TimedOut
                      : kind == Kind::Deadlock ? Stage::Deadlock
@@ -414,14 +436,16 @@ void Mailbox::progress() {
   }
   for (auto it = streams_in_.begin(); it != streams_in_.end();) {
     pump_in(**it);
-    it = (*it)->state == Delivery::State::Open ? std::next(it) : streams_in_.erase(it);
+    // If its sender has given up, it waits for the next one, before all that ask later.
+    if (still_waits(**it) && !match(**it)) asked_.push_front(*it);
+    it = (*it)->pipe ? std::next(it) : streams_in_.erase(it);
   }
   for (auto it = streams_out_.begin(); it != streams_out_.end();) {
     Delivery& delivery = **it;
     if (delivery.state != Delivery::State::Failed) pump_out(delivery);
     // The pipe stays until the receiver has read it to the end, or will never do so.
     bool emptied = delivery.pipe->drained.load(std::memory_order_acquire) == delivery.pipe->bytes ||
-                   delivery.pipe->state.load(std::memory_order_acquire) == Pipe::Refused;
+                   is_refused(delivery.pipe->state.load(std::memory_order_acquire));
     if (emptied && delivery.state != Delivery::State::Open) {
       close_pipe(delivery);
       it = streams_out_.erase(it);
@@ -447,15 +471,20 @@ void Mailbox::inspect(bool costly) {
   }
   progress();  // what a peer did before its end still counts
 
+  // Peers that have failed over a deadlock are no news to a rank that is about to learn of it.
+  const bool doomed = awaits_verdict(board_->roster(), board_->world_rank(rank_));
   auto judge = [&](Delivery& delivery) {
-    if (delivery.state != Delivery::State::Open) return;
+    if (delivery.state != Delivery::State::Open || doomed) return;
     int peer = delivery.source >= 0 ? delivery.source : delivery.peer;
     if (broken) {
       fail(delivery, broken->kind, headline(delivery) + ": the group is broken: " + broken->what());
     } else if (peer >= 0 && !ends[peer].empty()) {
       fail(delivery, Kind::PeerFailed, headline(delivery) + ": " + ends[peer]);
     } else if (peer < 0 && others_gone > 0 && others_gone == board_->size() - 1) {
-      fail(delivery, Kind::PeerFailed, headline(delivery) + ": all the other ranks are gone");
+      std::string all;
+      for (const std::string& end : ends)
+        if (!end.empty()) all += "\n  " + end;
+      fail(delivery, Kind::PeerFailed, headline(delivery) + ": nobody is left to send" + all);
     } else if (delivery.deadline.passed()) {
       std::vector<int> absent;
       for (int rank = 0; rank < board_->size(); ++rank)
@@ -477,9 +506,9 @@ void Mailbox::inspect(bool costly) {
   });
   for (auto& box : outbox_) {
     for (auto& delivery : box) judge(*delivery);
+    // What its sender believes to be sent has no deadline any more.
     auto erased = std::erase_if(box, [&](auto& delivery) {
-      return failed(delivery) || broken || !ends[delivery->peer].empty() ||
-             delivery->deadline.passed();
+      return failed(delivery) || broken || !ends[delivery->peer].empty();
     });
     if (erased) count_outbox(-int(erased));
   }
@@ -537,7 +566,8 @@ void Mailbox::wait(Delivery& delivery, const Deadline& patience) {
       inspect(costly);
       if (delivery.state != Delivery::State::Open) return;
       if (patience.passed())
-        throw Failure(Kind::Timeout, headline(delivery) + ": not done when wait() timed out");
+        throw Failure(Kind::Timeout,
+                      headline(delivery) + ": not done when wait() timed out; it goes on");
       if (!costly) return;
       facts.any = delivery.peer < 0;
       for (int peer = 0; peer < board_->size(); ++peer)

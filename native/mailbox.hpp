@@ -104,6 +104,10 @@ class Mailbox {
   void pump_in(Delivery& delivery);
   void collect(int from);
   bool match(Delivery& recv);
+  // Whether a recv has met no message.
+  static bool still_waits(const Delivery& recv) {
+    return recv.state == Delivery::State::Open && !recv.pipe;
+  }
   void accept(Delivery& recv, Letter& letter);
   void finish(Delivery& delivery);
   // False if it cannot be failed now, because the receiver is reading it.

@@ -44,9 +44,12 @@ void Group::reduce(Passage& passage) {
                                      phalanx::name(call.reduce) + " is not defined for " +
                                      phalanx::name(call.dtype));
   size_t bytes = 0;
-  for (const View& input : call.inputs) {
+  for (size_t i = 0; i < call.inputs.size(); ++i) {
+    const View& input = call.inputs[i];
     bytes += input.count * item;
-    if (scatters) passage.posting.detail = mix(passage.posting.detail, input.count);
+    if (!scatters) continue;
+    passage.posting.detail = mix(passage.posting.detail, input.count);
+    board_->parcel(rank_, int(i), passage.sequence).given = input.count * item;
   }
   passage.posting.bytes = bytes;
   if (p == 1) {

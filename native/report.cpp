@@ -71,14 +71,48 @@ bool is_behind(const Board& board, const Party& slow, const Party& fast) {
          slow.site == previous.site && slow.site != fast.site;
 }
 
+// Two ranks whose lists do not fit each other, in an operation that is otherwise the same for all.
+std::string misfit(const Board& board, uint64_t sequence) {
+  const Posting& first = board.posting(0, sequence);
+  auto elements = [&](const Posting& posting) {
+    uint64_t count = 1;
+    for (int i = 0; i < posting.ndim; ++i) count *= uint64_t(posting.shape[i]);
+    return count;
+  };
+  for (int rank = 1; rank < board.size(); ++rank) {
+    const Posting& posting = board.posting(rank, sequence);
+    if (posting.op != first.op || posting.dtype != first.dtype || posting.parts != first.parts ||
+        posting.reduce != first.reduce)
+      return "";
+  }
+  auto name = [&](int rank) { return "rank " + std::to_string(board.world_rank(rank)); };
+  for (int from = 0; from < board.size(); ++from)
+    for (int to = 0; to < board.size(); ++to) {
+      const Parcel &mine = board.parcel(from, to, sequence),
+                   &theirs = board.parcel(to, from, sequence);
+      const size_t item = item_size(first.dtype);
+      uint64_t given = mine.given / item, expected = theirs.taken / item;
+      if (first.op == Op::AllGather) given = elements(board.posting(from, sequence));
+      if (first.op == Op::ReduceScatter) expected = board.parcel(to, to, sequence).given / item;
+      bool paired = first.op == Op::AllGather || first.op == Op::ReduceScatter ||
+                    (first.op == Op::AllToAll && from != to);
+      if (paired && given != expected)
+        return name(from) + " has " + std::to_string(given) + " elements for " + name(to) +
+               ", which expects " + std::to_string(expected);
+    }
+  return "";
+}
+
 // The likely reason, judged by the two largest parties.
 std::string likely_reason(const Board& board, std::vector<Party> parties) {
-  if (parties.size() < 2) return "";
+  if (parties.size() < 2)
+    return "the ranks differ in the sizes of their parts (the list of tensors, or the split sizes)";
   std::stable_sort(parties.begin(), parties.end(),
                    [](auto& a, auto& b) { return a.ranks.size() > b.ranks.size(); });
   const Party &most = parties[0], &few = parties[1];
   const Posting &a = *most.posting, &b = *few.posting;
-  std::string who = rank_list(few.ranks), sites = "compare " + most.site + " with " + few.site;
+  std::string who = board.world_ranks(few.ranks),
+              sites = "compare " + most.site + " with " + few.site;
   const bool one = few.ranks.size() == 1;
   if (is_behind(board, few, most))
     return who + (one ? " is" : " are") + " one call behind: " + few.site +
@@ -92,8 +126,9 @@ std::string likely_reason(const Board& board, std::vector<Party> parties) {
   }
   std::string line = "the same line, " + most.site + ", ";
   if (a.parts != b.parts)
-    return line + "brings " + std::to_string(a.parts) + " tensors on " + rank_list(most.ranks) +
-           " and " + std::to_string(b.parts) + " on " + who + ": all ranks must pass equally many";
+    return line + "brings " + std::to_string(a.parts) + " tensors on " +
+           board.world_ranks(most.ranks) + " and " + std::to_string(b.parts) + " on " + who +
+           ": all ranks must pass equally many";
   if (a.dtype != b.dtype)
     return line +
            "gets tensors of different dtype: cast them alike before the call (look for "
@@ -150,20 +185,21 @@ std::string describe_posting(const Posting& posting) {
   return text + ", " + name(posting.stage_reached) + " " + ago(posting.finished_ns) + " ago";
 }
 
-std::string mismatch_report(const Board& board, uint64_t sequence, std::string reason) {
+std::string mismatch_report(const Board& board, uint64_t sequence) {
   std::vector<Party> parties = parties_of(board, sequence);
   Table table;
-  for (auto& party : parties) table.add({rank_list(party.ranks), party.what, party.site});
+  for (auto& party : parties) table.add({board.world_ranks(party.ranks), party.what, party.site});
+  std::string reason = misfit(board, sequence);
   if (reason.empty()) reason = likely_reason(board, parties);
   return std::string(name(board.posting(0, sequence).op)) + " #" + std::to_string(sequence) +
-         " on group '" + board.name() + "' does not match across ranks" + table.text() +
-         (reason.empty() ? "" : "\n" + reason) + "\nno tensor was changed";
+         " on " + board.title() + " does not match across ranks" + table.text() + "\n" + reason +
+         "\nno tensor was changed";
 }
 
 std::string describe_absent(const Board& board, std::span<const int> ranks) {
   std::string text;
   for (int rank : ranks)
-    text += "\n  rank " + std::to_string(rank) + " " +
+    text += "\n  rank " + std::to_string(board.world_rank(rank)) + " " +
             doing(board.roster(), board.world_rank(rank), board.last_posting(rank));
   return text;
 }
@@ -179,12 +215,18 @@ std::string deadlock_report(const Roster& roster, const std::vector<BlockedWait>
   };
   Table table;
   std::vector<int> next(size_t(roster.size()), -1);
+  std::vector<bool> loose(size_t(roster.size()));
   std::set<std::string> groups;
   bool all_receive = true, all_meet = true, sends = false, making = false;
   for (auto& found : waits) {
     if (found.facts.own) continue;
     std::vector<int> blockers = needed(found);
-    if (next[found.rank] < 0 && !blockers.empty()) next[found.rank] = blockers[0];
+    // What only one rank can end explains more than what any of several could.
+    bool better = next[found.rank] < 0 || (loose[found.rank] && !found.facts.any);
+    if (better && !blockers.empty()) {
+      next[found.rank] = blockers[0];
+      loose[found.rank] = found.facts.any;
+    }
     groups.insert(found.facts.group);
     bool message = found.facts.op == Op::Send || found.facts.op == Op::Recv;
     all_receive &= found.facts.op == Op::Recv;
@@ -195,7 +237,8 @@ std::string deadlock_report(const Roster& roster, const std::vector<BlockedWait>
                "in " + where(found.facts), std::string("at ") + found.facts.site});
   }
   // Follow one blocker each until a rank comes again.
-  int at = *stuck.begin();
+  auto sure = std::find_if(stuck.begin(), stuck.end(), [&](int rank) { return !loose[rank]; });
+  int at = sure == stuck.end() ? *stuck.begin() : *sure;
   for (size_t step = 0; step < stuck.size() && next[at] >= 0; ++step) at = next[at];
   std::string cycle = "rank " + std::to_string(at);
   for (int rank = next[at]; rank >= 0; rank = next[rank]) {
@@ -212,7 +255,9 @@ std::string deadlock_report(const Roster& roster, const std::vector<BlockedWait>
   else if (all_meet && groups.size() > 1)
     advice = "the ranks use these groups in different order: call them in one order on all ranks";
   else if (sends)
-    advice = "a large send returns only when it is received: receive it first, or use isend";
+    advice =
+        "a large message is sent only when it is received: post the receives (irecv) before you "
+        "wait for sends";
   else
     advice = "make the ranks come to these calls in an order in which one of them can go on";
   return rank_list(std::vector<int>(stuck.begin(), stuck.end())) +

@@ -22,9 +22,8 @@ std::string rank_list(std::span<const int> ranks);
 // "all_reduce(float32[4], SUM) #16 at train.py:80 in step, done 0.3 s ago"
 std::string describe_posting(const Posting& posting);
 
-// A meeting at which not all postings agree: one line per kind of posting, and the reason, if it is
-// not known the likely one.
-std::string mismatch_report(const Board& board, uint64_t sequence, std::string reason = "");
+// A meeting at which not all postings agree: one line per kind of posting, and the likely reason.
+std::string mismatch_report(const Board& board, uint64_t sequence);
 
 // What each of these ranks of a board does while others wait for it: one line per rank.
 std::string describe_absent(const Board& board, std::span<const int> ranks);

@@ -197,7 +197,7 @@ std::string Roster::obituary(int rank, bool ask_system) const {
     case Presence::Failed:
       return title(rank) + " " + std::string(peer.why, peer.why_length);
     case Presence::Left:
-      return title(rank) + " has finished and left its groups";
+      return title(rank) + " has finished and will not come";
     case Presence::Here:
       if (ask_system && !threads() && has_ended(peer.heap))
         return title(rank) + " " + how_it_ended(rank);

@@ -33,13 +33,13 @@ inline std::vector<int> all_ranks(int size) {
 
 inline void on_threads(int size, const Program& program) {
   auto roster = Roster::create(size, true);
-  auto first = Board::create(roster, all_ranks(size), "world");
+  auto first = Board::create(roster, all_ranks(size), "world", "");
   std::vector<std::thread> threads;
   for (int rank = 0; rank < size; ++rank)
     threads.emplace_back([&, rank] {
       auto mine = rank == 0 ? roster : Roster::open(roster->ticket());
       mine->join(rank, Deadline::in(20));
-      Rank self(rank == 0 ? first : Board::open(mine, all_ranks(size), first->ticket()), rank);
+      Rank self(rank == 0 ? first : Board::open(mine, all_ranks(size), first->ticket(), ""), rank);
       program(self);
     });
   for (auto& thread : threads) thread.join();
@@ -48,7 +48,7 @@ inline void on_threads(int size, const Program& program) {
 // Rank 0 is this process; the others are forked and reach its memory through /proc.
 inline void on_processes(int size, const Program& program) {
   auto roster = Roster::create(size, false);
-  auto board = Board::create(roster, all_ranks(size), "world");
+  auto board = Board::create(roster, all_ranks(size), "world", "");
   std::vector<pid_t> children;
   for (int rank = 1; rank < size; ++rank) {
     pid_t child = ::fork();
@@ -57,7 +57,7 @@ inline void on_processes(int size, const Program& program) {
       try {
         auto mine = Roster::open(roster->ticket());
         mine->join(rank, Deadline::in(20));
-        Rank self(Board::open(mine, all_ranks(size), board->ticket()), rank);
+        Rank self(Board::open(mine, all_ranks(size), board->ticket(), ""), rank);
         program(self);
         status = 0;
       } catch (const std::exception& error) {

@@ -172,14 +172,14 @@ TEST(a_killed_rank_is_named) {
   on_processes(1, [](Rank&) {});
   for (int size : {2, 4}) {
     auto roster = Roster::create(size, false);
-    auto board = Board::create(roster, all_ranks(size), "world");
+    auto board = Board::create(roster, all_ranks(size), "world", "");
     std::vector<pid_t> children;
     for (int rank = 1; rank < size; ++rank) {
       pid_t child = ::fork();
       if (child == 0) {
         auto mine = Roster::open(roster->ticket());
         mine->join(rank, Deadline::in(20));
-        Rank self(Board::open(mine, all_ranks(size), board->ticket()), rank);
+        Rank self(Board::open(mine, all_ranks(size), board->ticket(), ""), rank);
         for (;;) {
           Call barrier;
           barrier.op = Op::Barrier;

@@ -26,6 +26,7 @@ from phalanx.profiling import Recorded
 from phalanx.types import Timeout, default_pg_timeout, seconds
 
 _DEFAULT_NAME = "world"
+_NO_DESCRIPTION = {"default_pg", "undefined"}  # torch's words for having none
 
 # How many worlds that met in a store are over, by rank: a store can serve one after the other.
 _past: WeakKeyDictionary[Any, Counter[int]] = WeakKeyDictionary()
@@ -94,6 +95,7 @@ class World:
             timeout=timeout,
             group_id=name,
             global_ranks=list(ranks),
+            group_desc=description if description not in _NO_DESCRIPTION else "",
             world_size=self.size,
             threads=self.threads,
             shared=self.shared,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.backends import reduction
-from phalanx.errors import DistBackendError, DistTimeout
+from phalanx.errors import DistBackendError, PeerFailed
 from phalanx.types import Deadline, ReduceOp
 from phalanx.work import JoinedWork, ThreadWork, Work
 
@@ -45,6 +45,7 @@ class GroupBackend(ABC):
         self.size = size
         self.timeout = timeout
         self._issued = 0
+        self._monitored = 0
         self._lane = _Lane()
 
     # What a transport must supply
@@ -230,35 +231,42 @@ class GroupBackend(ABC):
         """Do a barrier in which rank 0 names who is missing: the first, or all of them."""
         limit = self.timeout if timeout is None else timeout
         deadline = Deadline(limit)
-        token = torch.ones((), dtype=torch.uint8)
+        # Words carry the number of their barrier, so that those of one given up mislead nobody.
+        self._monitored += 1
         if self.rank != 0:
             try:
-                self.send(token, 0, _MONITOR, timeout=deadline.left())
-                self.recv(token, 0, _MONITOR, timeout=deadline.left())
+                self.send(torch.tensor([self._monitored, 1]), 0, _MONITOR, timeout=deadline.left())
+                passed = self._hear(0, deadline)
             except DistBackendError as error:
-                raise type(error)(self._lost_monitor()) from error
-            if not token:
+                raise type(error)(f"{self._lost_monitor()}\n{error}") from error
+            if not passed:
                 raise DistBackendError(self._lost_monitor())
             return
-        missing: list[int] = []
+        missing: dict[int, DistBackendError] = {}
         for peer in range(1, self.size):
             try:
-                self.recv(token, peer, _MONITOR, timeout=deadline.left())
-            except DistBackendError:
-                missing.append(peer)
+                self._hear(peer, deadline)
+            except DistBackendError as error:
+                missing[peer] = error
                 if not wait_all_ranks:
                     break
-        # Those who are here learn how it went; those who are not will find a stale word at most.
-        verdict = torch.tensor(not missing, dtype=torch.uint8)
+        verdict = torch.tensor([self._monitored, not missing])
         for peer in range(1, self.size):
-            if peer not in missing:
+            # Also to those that are missing: they learn of it when they come.
+            if not isinstance(missing.get(peer), PeerFailed):
                 self.send(verdict, peer, _MONITOR, async_op=bool(missing))
         if missing:
-            who = f"Rank{'s' * wait_all_ranks} {', '.join(map(str, missing))}"
-            raise DistTimeout(
-                f"Rank 0 timed out in monitoredBarrier after {limit:g} s: "
-                f"{who} failed to pass monitoredBarrier"
-            )
+            who = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+            kind = type(next(iter(missing.values())))
+            told = "\n".join(str(error) for error in missing.values())
+            raise kind(f"Rank 0: {who} failed to pass monitoredBarrier within {limit:g} s\n{told}")
+
+    def _hear(self, peer: int, deadline: Deadline) -> bool:
+        """Wait for ``peer``'s word on the current monitored barrier; say whether it is good."""
+        word = torch.zeros(2, dtype=torch.int64)
+        while int(word[0]) != self._monitored:
+            self.recv(word, peer, _MONITOR, timeout=deadline.left())
+        return bool(word[1])
 
     def _lost_monitor(self) -> str:
         return (

@@ -17,11 +17,13 @@ from torch import Tensor
 from phalanx import _native, bystanders
 from phalanx.backends.base import Call, GroupBackend
 from phalanx.backends.registry import BackendOptions
-from phalanx.errors import DistTimeout, PeerFailed, StoreTimeout
+from phalanx.errors import DistBackendError, DistTimeout, PeerFailed, StoreTimeout
 from phalanx.types import Deadline, ReduceOp, Timeout, seconds
 from phalanx.work import JoinedWork, Work
 
 _native.set_bystanders(bystanders.count)
+
+_GIVEN_UP = "!"  # in place of a board's ticket: why there is none
 
 _LOOK = 0.2  # seconds between looks at a rank that others wait for
 
@@ -34,12 +36,16 @@ def create(options: BackendOptions, pg_options: object = None) -> LocalBackend:
     members = options.global_ranks if index else list(range(options.group_size))
     creator = options.group_rank == 0
     ticket = "" if creator else _announced(options, roster, members)
-    group = _native.Group(
-        roster, members, options.group_rank, options.group_id, options.timeout, ticket
-    )
+    name = f"{options.group_id}: {options.group_desc}" if options.group_desc else options.group_id
+    group = _native.Group(roster, members, options.group_rank, name, options.timeout, ticket)
     if creator:
         options.store.set("board", group.ticket)
-    group.attend(creator)
+    try:
+        group.attend(creator)
+    except DistBackendError as error:
+        if creator:
+            options.store.set("board", f"{_GIVEN_UP}{error}")
+        raise
     return LocalBackend(group, roster, members[options.group_rank], options)
 
 
@@ -73,14 +79,16 @@ def _announced(options: BackendOptions, roster: _native.Roster, members: Sequenc
         with suppress(StoreTimeout):
             options.store.wait(["board"], min(deadline.left(), _LOOK))
         if options.store.check(["board"]):
-            return str(options.store.get("board").decode())
+            ticket = str(options.store.get("board").decode())
+            if ticket.startswith(_GIVEN_UP):
+                raise DistTimeout(f"{what} was given up by rank {creator}: {ticket[1:]}")
+            return ticket
         waiting.check()
         if end := roster.obituary(creator, ask_system=True):
-            raise PeerFailed(f"group {options.group_id!r} cannot be made: {end}")
+            raise PeerFailed(f"{what}: {end}")
         if deadline.left() <= 0:
             raise DistTimeout(
-                f"group {options.group_id!r} cannot be made: rank {creator} has not called for it "
-                f"within {options.timeout:g} s"
+                f"{what}: rank {creator} has not called for it within {options.timeout:g} s"
             )
 
 

@@ -15,8 +15,9 @@ class BackendOptions:
     """What a backend is told about the group that it is made for.
 
     ``store`` belongs to this group alone. ``group_id`` is the same on all members and unique in
-    their world of ``world_size``. ``threads`` says that the ranks of the world are threads of this
-    process. ``shared`` is one dict per world and rank: what the groups of one rank have in common.
+    their world of ``world_size``; ``group_desc`` is what the user calls it. ``threads`` says that
+    the ranks of the world are threads of this process. ``shared`` is one dict per world and rank:
+    what the groups of one rank have in common.
     """
 
     store: Any
@@ -28,6 +29,7 @@ class BackendOptions:
     world_size: int = -1
     threads: bool = False
     shared: dict[str, Any] = field(default_factory=dict)
+    group_desc: str = ""
 
 
 class _Plugin(NamedTuple):
