@@ -140,6 +140,8 @@ class Prophecy:
     # The meetings that mismatch: what each rank of the group brought.
     mismatches: dict[tuple[int, int], dict[int, tuple[Any, ...]]]
     left: list[set[int]]  # per group, ranks that have closed it
+    # Receivers that refuse a message of a rank after it was copied, by that rank: it may notice.
+    refusals: dict[int, set[int]]
 
 
 @dataclass
@@ -153,6 +155,7 @@ class _Simulation:
     partners: dict[Place, dict[int, int]] = field(default_factory=dict)
     mismatches: dict[tuple[int, int], dict[int, tuple[Any, ...]]] = field(default_factory=dict)
     left: list[set[int]] = field(default_factory=list)
+    refusals: dict[int, set[int]] = field(default_factory=dict)
     at: list[int] = field(default_factory=list)
 
     def run(self) -> Prophecy:
@@ -185,7 +188,9 @@ class _Simulation:
                 group, number = end.wait.posting.meeting
                 end.wait.queued = number > self.met[group]
             end.open_works = any(work.state == "open" for work in self.started[rank].values())
-        return Prophecy(self.program, found, self.partners, self.mismatches, self.left)
+        return Prophecy(
+            self.program, found, self.partners, self.mismatches, self.left, self.refusals
+        )
 
     def _life(self, rank: int) -> Iterator[Wait]:
         steps = self.program.steps[rank]
@@ -307,6 +312,8 @@ class _Simulation:
         recv.state = "done" if same else "mismatch"
         if letter.state == "open":
             letter.state = recv.state
+        elif not same:
+            self.refusals.setdefault(letter.place[0], set()).add(recv.place[0])
         if same:
             self.partners[recv.place] = {letter.place[0]: letter.step.key}
             self.partners[letter.place] = {recv.place[0]: recv.step.key}

@@ -6,7 +6,8 @@ What a rank must end with, where the fault is another's:
 |--------------------------------------------------------|-------------------------------------|
 | a meeting to which somebody brings something else      | CollectiveMismatch, on all of them  |
 | a message of another size or dtype                     | CollectiveMismatch; the sender too, |
-|                                                        | unless it was copied before         |
+|                                                        | if it was not copied before; if it  |
+|                                                        | was, the sender may notice or not   |
 | one that was killed, raised, exited, left, or is done  | PeerFailed                          |
 | one that gets one of these errors itself               | PeerFailed, with that error's story |
 | one that waits, perhaps through others, for this rank  | Deadlock, on all of them            |
@@ -67,11 +68,12 @@ class Expectation:
     """How one rank may end, and what its error must say."""
 
     outcomes: set[str]
-    ranks: set[int] = field(default_factory=set)  # all must be named
-    one_of: set[int] = field(default_factory=set)  # at least one must be named, if not empty
-    words: set[str] = field(default_factory=set)
-    # Whether the ranks named by a Deadlock are ones that wait for each other.
-    names_deadlock: Callable[[set[int]], bool] = lambda named: True
+    one_of: set[int] = field(default_factory=set)  # at least one must be named
+    other_ends: set[int] = field(default_factory=set)  # one is named by a message's mismatch
+    brought: dict[int, tuple[Any, ...]] = field(default_factory=dict)  # to a mismatch, by rank
+    # What each rank of a deadlock waits in, and for whom; and whether the ranks named are one.
+    waits: dict[int, tuple[str, set[int]]] = field(default_factory=dict)
+    is_deadlock: Callable[[set[int]], bool] = lambda named: True
 
 
 @dataclass
@@ -191,8 +193,10 @@ class _Judge:
                     expectation.outcomes.add("PeerFailed")
             if death_at_any_time and rank == culprit:
                 expectation.outcomes.add("kill")
+            if refusals := self.prophecy.refusals.get(rank):
+                expectation.outcomes.add("CollectiveMismatch")
+                expectation.other_ends |= refusals
             expectation.one_of = {culprit} if culprit is not None else self._to_blame()
-            expectation.one_of.discard(rank)
             ranks.append(expectation)
         somebody = ""
         if self.slow and self.sources <= {"slow", *self.stalled}:
@@ -228,8 +232,12 @@ class _Judge:
         alone = any(rank in cycle and self._is_least(cycle) for cycle in self.cycles)
         if not alone or len(self.sources) > 1 or end.wait.queued:
             found.outcomes.add("PeerFailed")
-        found.names_deadlock = lambda named: bool(self._closed(named & self.locked))
-        found.words = {"interpreter.py:"}
+        found.is_deadlock = lambda named: bool(self._closed(named & self.locked))
+        found.waits = {
+            r: (wait.what, wait.needs())
+            for r in self.locked
+            if (wait := self.ends[r].wait) and not wait.queued
+        }
         return found
 
     def _is_least(self, cycle: set[int]) -> bool:
@@ -238,11 +246,9 @@ class _Judge:
 
     def _describe_mismatch(self, found: Expectation, end: End) -> None:
         if end.cause[0] == "message":
-            found.ranks = {end.cause[2]}
-            return
-        brought = self.prophecy.mismatches[end.cause]
-        found.ranks = set(brought)
-        found.words = {signature[0] for signature in brought.values()} | {"interpreter.py:"}
+            found.other_ends = {end.cause[2]}
+        else:
+            found.brought = self.prophecy.mismatches[end.cause]
 
 
 def expect(
@@ -252,13 +258,50 @@ def expect(
     return _Judge(prophecy).expectations(culprit, death_at_any_time)
 
 
+_LIST = r"\d+(?:-\d+)?(?:(?:,| and|, and) \d+(?:-\d+)?)*"
+
+
 def ranks_named(text: str) -> set[int]:
     """Return all ranks that a message names: "rank 3", "ranks 0-2, 5"."""
     found = {int(rank) for rank in re.findall(r"\brank (\d+)", text)}
-    for listed in re.findall(r"\branks (\d+(?:-\d+)?(?:(?:,| and|, and) \d+(?:-\d+)?)*)", text):
+    for listed in re.findall(rf"\branks ({_LIST})", text):
         for first, last in re.findall(r"(\d+)(?:-(\d+))?", listed):
             found |= set(range(int(first), int(last or first) + 1))
     return found
+
+
+def _mismatch_complaints(text: str, brought: dict[int, tuple[Any, ...]]) -> list[str]:
+    """Compare the table of a mismatch with what each rank brought."""
+    lines = re.findall(rf"^ +(ranks? {_LIST}) +(\w+)\(.*interpreter\.py:\d+", text, re.MULTILINE)
+    told = [(sorted(ranks_named(ranks)), operation) for ranks, operation in lines]
+    if sorted(rank for ranks, _ in told for rank in ranks) != sorted(brought):
+        return [f"its table tells of {told}, not of each of {sorted(brought)}"]
+    complaints = []
+    for ranks, operation in told:
+        kinds = {brought[rank] for rank in ranks}
+        if len(kinds) > 1 or operation not in {kind[0] for kind in kinds}:
+            complaints.append(f"it says {operation} for {ranks}, which brought {kinds}")
+    return complaints
+
+
+def _deadlock_complaints(text: str, expected: Expectation) -> list[str]:
+    """Compare the lines of a deadlock with what each rank waits for."""
+    complaints = []
+    if not expected.is_deadlock(ranks_named(text)):
+        complaints.append(f"it names {sorted(ranks_named(text))}, who are not in a deadlock")
+    lines = re.findall(
+        rf"^ +rank (\d+) +waits for (ranks? {_LIST}) +in (\w+)\(.*interpreter\.py:\d+",
+        text,
+        re.MULTILINE,
+    )
+    if not lines and "was given up" not in text:
+        complaints.append("it has no line for any rank")
+    for rank, (what, needs) in expected.waits.items():
+        told = [(op, ranks_named(needed)) for number, needed, op in lines if int(number) == rank]
+        # There may have been more at that moment, who came later.
+        if told and not any(op == what and needs <= needed for op, needed in told):
+            complaints.append(f"it misstates that rank {rank} waits in {what} for {sorted(needs)}")
+    return complaints
 
 
 @dataclass
@@ -335,16 +378,13 @@ def _complaints(rank: int, report: Report, expected: Expectation) -> list[str]:
         )
         return complaints
     named = ranks_named(report.text)
-    if report.outcome == "Deadlock" and not expected.names_deadlock(named):
-        complaints.append(f"rank {rank}'s error names {sorted(named)}, who are not in a deadlock")
-    if report.outcome in ("CollectiveMismatch", "Deadlock"):
-        if missing := expected.ranks - named:
-            complaints.append(f"rank {rank}'s error does not name ranks {sorted(missing)}")
-        if missing_words := {word for word in expected.words if word not in report.text}:
-            complaints.append(f"rank {rank}'s error does not say {sorted(missing_words)}")
-    silent = expected.one_of and not expected.one_of & named
-    if report.outcome in ("PeerFailed", "DistTimeout") and silent:
-        complaints.append(
-            f"rank {rank}'s error names {sorted(named)}, not {sorted(expected.one_of)}"
-        )
-    return complaints
+    found = []
+    if report.outcome == "Deadlock":
+        found = _deadlock_complaints(report.text, expected)
+    elif report.outcome == "CollectiveMismatch" and "does not match across ranks" in report.text:
+        found = _mismatch_complaints(report.text, expected.brought)
+    elif report.outcome == "CollectiveMismatch" and not expected.other_ends & named:
+        found = [f"it names {sorted(named)}, not {sorted(expected.other_ends)}"]
+    elif report.outcome in ("PeerFailed", "DistTimeout") and not expected.one_of & named:
+        found = [f"it names {sorted(named)}, not {sorted(expected.one_of)}"]
+    return complaints + [f"rank {rank}'s error: {complaint}" for complaint in found]
