@@ -116,7 +116,7 @@ class End:
     # Of a mismatch: its group and meeting, or "message", its sender's place and the other rank.
     cause: tuple[Any, ...] = ()
     later: bool = False  # the mismatch was met by an asynchronous operation
-    open_works: bool = False  # something it had started was still open
+    open_works: bool = False  # something that it has not waited for may be lost with it
 
 
 class _Mismatch(Exception):
@@ -187,7 +187,8 @@ class _Simulation:
             if end.wait is not None and end.wait.posting is not None:
                 group, number = end.wait.posting.meeting
                 end.wait.queued = number > self.met[group]
-            end.open_works = any(work.state == "open" for work in self.started[rank].values())
+            works = self.started[rank].values()
+            end.open_works = any(_may_be_lost(work, end) for work in works)
         return Prophecy(
             self.program, found, self.partners, self.mismatches, self.left, self.refusals
         )
@@ -332,6 +333,13 @@ class _Simulation:
 def _fits(letter: Delivery, recv: Delivery) -> bool:
     from_right_rank = recv.step.peer is None or recv.step.peer == letter.place[0]
     return from_right_rank and recv.step.tag == letter.step.tag
+
+
+def _may_be_lost(work: Posting | Delivery, end: End) -> bool:
+    """Say whether something that a rank has started depends on the moment at which it ends."""
+    if isinstance(work, Posting):  # leaving in peace, it would see to its collectives
+        return work.state == "open" or end.kind != "finished"
+    return work.step.kind == "irecv" or work.step.is_large
 
 
 def foretell(program: Program) -> Prophecy:
