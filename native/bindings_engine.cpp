@@ -7,12 +7,12 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include "bindings_pending.hpp"
 #include "bindings_posting.hpp"
 #include "bindings_site.hpp"
 #include "bindings_tensor.hpp"
 #include "lane.hpp"
 #include "mailbox.hpp"
-#include "report.hpp"
 
 namespace nb = nanobind;
 using namespace phalanx;
@@ -64,76 +64,6 @@ void check_signals() {
   if (PyErr_CheckSignals() != 0) throw nb::python_error();
 }
 
-// An asynchronous call, as Python holds it.
-class Pending {
- public:
-  virtual ~Pending() = default;
-  virtual bool done() = 0;
-  virtual std::exception_ptr error() = 0;
-  virtual void wait(double timeout) = 0;
-  virtual int source() { return -1; }
-};
-
-class PendingJob : public Pending {
- public:
-  PendingJob(std::shared_ptr<Job> job, std::shared_ptr<Board> board, int rank, const Call& call)
-      : job_(std::move(job)),
-        board_(std::move(board)),
-        rank_(rank),
-        op_(call.op),
-        site_(call.site) {}
-  bool done() override { return job_->done(); }
-  std::exception_ptr error() override { return job_->error(); }
-  void wait(double timeout) override {
-    Deadline patience = Deadline::in(timeout);
-    Waiter waiter(board_->roster(), board_->world_rank(rank_));
-    const int64_t started = now_ns();
-    for (;;) {
-      WaitFacts facts = wait_facts(op_, board_->name(), name(op_), site_.c_str(), started);
-      facts.own = true;
-      facts.blocked = timeout < 0;
-      if (job_->wait(std::min(patience.at(), Clock::now() + kSlice))) break;
-      if (patience.passed()) throw unfinished(timeout);
-      waiter.update(facts);
-      check_interrupt();
-    }
-    if (job_->error()) std::rethrow_exception(job_->error());
-  }
-
- private:
-  std::shared_ptr<Job> job_;
-  std::shared_ptr<Board> board_;
-  Failure unfinished(double timeout) const {
-    std::vector<int> behind = board_->ranks_behind(rank_);
-    return {Kind::Timeout,
-            std::string(name(op_)) + " on " + board_->title() + ", rank " +
-                std::to_string(board_->world_rank(rank_)) + ", at " + site_ +
-                ": not done after a wait of " + seconds_text(timeout) + "; it goes on" +
-                (behind.empty() ? "" : "\n  not arrived: " + board_->world_ranks(behind)) +
-                describe_absent(*board_, behind)};
-  }
-
-  int rank_;
-  Op op_;
-  std::string site_;
-};
-
-class PendingDelivery : public Pending {
- public:
-  PendingDelivery(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<Delivery> delivery)
-      : mailbox_(std::move(mailbox)), delivery_(std::move(delivery)) {}
-  bool done() override {
-    return delivery_->state.load(std::memory_order_acquire) != Delivery::State::Open;
-  }
-  std::exception_ptr error() override { return done() ? delivery_->error : nullptr; }
-  void wait(double timeout) override { mailbox_->wait(*delivery_, Deadline::in(timeout)); }
-  int source() override { return delivery_->source; }
-
- private:
-  std::shared_ptr<Mailbox> mailbox_;
-  std::shared_ptr<Delivery> delivery_;
-};
-
 // The place of this thread's next call in a batch of calls that belong together.
 thread_local uint16_t batch_part = 0, batch_parts = 0;
 
@@ -173,6 +103,10 @@ class Engine {
   void attend(bool creator) {
     nb::gil_scoped_release unlock;
     board_->attend(group_.rank(), creator, site_, group_.timeout);
+  }
+  void measure(bool compares, bool records) {
+    group_.compares = compares;
+    group_.records = records;
   }
   nb::list history() const { return as_list(board_->seat(group_.rank())); }
   uint64_t sequence() const { return group_.sequence(); }
@@ -327,7 +261,7 @@ class Engine {
   template <class... Kept>
   nb::object issue(Call&& call, double timeout, bool async, Kept... kept) {
     Graveyard::empty();
-    Sites::find(call.site, call.api);
+    if (group_.records) Sites::find(call.site, call.api);
     call.timeout = timeout;
     call.part = batch_part;
     call.parts = batch_parts;
@@ -519,6 +453,8 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("ticket", &Engine::ticket)
       .def_prop_ro("sequence", &Engine::sequence)
       .def_prop_rw("timeout", &Engine::timeout, &Engine::set_timeout)
+      .def("measure", &Engine::measure, nb::arg("compares"), nb::arg("records"),
+           "Do without checks and records, to measure what they cost.")
       .def("history", &Engine::history, "This rank's last operations on the group, oldest first.")
       .def("attend", &Engine::attend, nb::arg("creator"),
            "Say that this rank is there; the creator returns when all are.")

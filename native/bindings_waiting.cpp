@@ -63,8 +63,7 @@ class Waiting {
     facts.blocked = !ends_by_itself(timeout_, false);
     for (int rank : needs_) facts.needs.add(rank);
     nb::gil_scoped_release unlock;
-    if (auto deadlock = waiter_.update(facts))
-      throw Failure(Kind::Deadlock, what_ + ": " + *deadlock);
+    if (auto deadlock = waiter_.update(facts)) throw Failure(Kind::Deadlock, *deadlock);
   }
 
  private:

@@ -111,7 +111,7 @@ void Board::attend(int rank, bool creator, const std::string& site, double timeo
     for (int peer : absent) facts.needs.add(world_rank(peer));
     facts.blocked = !absent.empty() && !ends_by_itself(timeout, false);
     if (!deadlock) deadlock = waiter.update(facts);
-    if (deadlock) throw Failure(Kind::Deadlock, what + " at " + site + ": " + *deadlock);
+    if (deadlock) throw Failure(Kind::Deadlock, *deadlock);
     if (deadline.passed())
       throw Failure(Kind::Timeout, what + " at " + site + ": timed out after " +
                                        seconds_text(timeout) + "; not called by " +
@@ -274,16 +274,25 @@ std::string Board::obituary(int rank, bool ask_system) const {
 }
 
 std::string Board::first_obituary(std::span<const int> ranks, bool ask_system) const {
-  std::string first;
-  int64_t when = INT64_MAX;
+  int first = -1;
+  std::string text;
   for (int rank : ranks) {
     std::string end = obituary(rank, ask_system);
-    int64_t ended = roster_->ended_ns(members_[rank]);
-    if (end.empty() || ended >= when) continue;
-    first = end;
-    when = ended;
+    if (end.empty() ||
+        (first >= 0 && roster_->ended_ns(members_[rank]) >= roster_->ended_ns(members_[first])))
+      continue;
+    first = rank;
+    text = end;
   }
-  return first;
+  auto died = [&](int rank) {
+    auto presence = roster_->member(members_[rank]).presence.load();
+    return presence == Presence::Failed ||
+           (presence == Presence::Here && !roster_->obituary(members_[rank], ask_system).empty());
+  };
+  if (first < 0 || died(first)) return text;
+  for (int rank = 0; rank < size(); ++rank)
+    if (died(rank)) return text + "\nprobably because " + obituary(rank, ask_system);
+  return text;
 }
 
 }  // namespace phalanx

@@ -99,7 +99,8 @@ class Board {
   void leave(int rank);
   // "" while the rank takes part, otherwise how it ended and what it did last.
   std::string obituary(int rank, bool ask_system) const;
-  // Of several that have ended, the one that did so first.
+  // The obituary of the first of these to have ended; and if it only left, of one that died, which
+  // may be why.
   std::string first_obituary(std::span<const int> ranks, bool ask_system) const;
   void wake_all() const;  // every waiter looks around
 

@@ -100,7 +100,8 @@ void Group::run(Call& call) {
     else if (posted_)
       board_->break_up(failure.kind, failure.what());
     if (call.lent) board_->park(std::make_shared<decltype(call.scratch)>(std::move(call.scratch)));
-    if (failure.kind == Kind::Mismatch) throw;
+    // What is one event for all reads the same on all.
+    if (failure.kind == Kind::Mismatch || passage.deadlock) throw;
     throw Failure(failure.kind, headline(passage) + ": " + failure.what());
   } catch (...) {
     conclude(passage, Stage::Interrupted);
@@ -117,6 +118,7 @@ void Group::run(Call& call) {
 
 // Show how the operation ended, unless that has been shown already.
 void Group::conclude(const Passage& passage, Stage stage) {
+  if (!records) return;
   Posting& shown = board_->posting(rank_, passage.sequence);
   if (sequence() == passage.sequence && shown.stage_reached == Stage::Waiting)
     shown.reach(stage, now_ns());
@@ -125,14 +127,14 @@ void Group::conclude(const Passage& passage, Stage stage) {
 void Group::meet(Passage& passage, Offer offer) {
   Posting& posting = passage.posting;
   posting.offer = offer;
-  posting.show(board_->posting(rank_, passage.sequence));
+  if (records || offer > Offer::Inline) posting.show(board_->posting(rank_, passage.sequence));
   sequence_.store(passage.sequence, std::memory_order_relaxed);
   Seat& seat = board_->seat(rank_);
   seat.newest.store(passage.sequence, std::memory_order_release);
   posted_ = true;
   passage.call.lent = offer == Offer::Direct || offer == Offer::Remote;
   Line& line = seat.lines[(clock_ + 1) & 1];
-  line.digest = posting.digest();
+  line.digest = compares ? posting.digest() : 0;
   line.offer = offer;
   passage.meeting = true;
   if (!arrive(true)) throw_given_up(passage);
@@ -224,7 +226,8 @@ void Group::look(Passage& passage, bool costly) {
   if (missing.empty())
     for (int rank = 0; rank < size(); ++rank)
       if (!board_->obituary(rank, true).empty()) gone.push_back(rank);
-  if (!gone.empty()) throw Failure(Kind::PeerFailed, board_->first_obituary(gone, true));
+  if (!gone.empty())
+    throw Failure(Kind::PeerFailed, board_->first_obituary(gone, true) + uneven(passage, gone));
   try {
     judge(passage, missing, facts);
     check_interrupt();
@@ -251,11 +254,30 @@ void Group::judge(Passage& passage, std::span<const int> missing, WaitFacts& fac
   throw Failure(Kind::Timeout, "reached its timeout of " + seconds_text(seconds) +
                                    "\n  arrived: " + board_->world_ranks(arrived) +
                                    "; not arrived: " + board_->world_ranks(missing) +
-                                   describe_absent(*board_, missing));
+                                   describe_absent(*board_, missing) + "\nfind out what keeps " +
+                                   board_->world_ranks(missing) +
+                                   ", or give more time: init_process_group(timeout=...), "
+                                   "new_group(timeout=...)");
+}
+
+// A word on ranks that left the group after fewer collectives than this one.
+std::string Group::uneven(const Passage& passage, std::span<const int> gone) const {
+  for (int rank : gone) {
+    uint64_t made = board_->seat(rank).newest;
+    bool left = board_->seat(rank).left ||
+                board_->roster().member(board_->world_rank(rank)).presence == Presence::Left;
+    if (left && made < passage.sequence)
+      return "\nrank " + std::to_string(board_->world_rank(rank)) + " left after " +
+             std::to_string(made) + " collectives on this group and this is number " +
+             std::to_string(passage.sequence) + ": look for uneven numbers of batches or steps";
+  }
+  return "";
 }
 
 void Group::check_deadlock(Passage& passage, const std::optional<std::string>& verdict) {
-  if (verdict && give_up(passage, Stage::Deadlock)) throw Failure(Kind::Deadlock, *verdict);
+  if (!verdict || !give_up(passage, Stage::Deadlock)) return;
+  passage.deadlock = true;
+  throw Failure(Kind::Deadlock, *verdict);
 }
 
 bool Group::give_up(Passage& passage, Stage stage) {
@@ -271,12 +293,14 @@ void Group::throw_given_up(const Passage& passage) {
   passage.call.lent = false;
   Kind kind = Kind::Timeout;
   std::string who;
+  bool differs = false;
   for (int rank = 0; rank < size(); ++rank) {
     const Posting posting = Posting::glance(board_->posting(rank, passage.sequence));
     if (rank == rank_ || posting.sequence != passage.sequence) continue;
     Stage stage = posting.stage_reached;
     if (stage != Stage::TimedOut && stage != Stage::Deadlock && stage != Stage::Interrupted)
       continue;
+    differs |= posting.op != passage.call.op;
     kind = stage == Stage::TimedOut   ? Kind::Timeout
            : stage == Stage::Deadlock ? Kind::Deadlock
                                       : Kind::PeerFailed;
@@ -293,7 +317,9 @@ void Group::throw_given_up(const Passage& passage) {
   std::string absent = missing.empty() ? ""
                                        : "\n  not arrived: " + board_->world_ranks(missing) +
                                              describe_absent(*board_, missing);
-  throw Failure(kind, "was given up" + who + absent + "\nthe group can still be used");
+  throw Failure(kind, "was given up" + who + absent +
+                          (differs ? "\nit would not have matched what this rank calls" : "") +
+                          "\nthe group can still be used");
 }
 
 std::byte* Group::inline_area(int rank, uint64_t clock, uint64_t sequence, size_t bytes) const {

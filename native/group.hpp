@@ -78,6 +78,10 @@ class Group {
 
   void run(Call& call);
 
+  // To measure what they cost: whether postings are compared, and whether they are kept where the
+  // ways of the small can do without.
+  bool compares = true, records = true;
+
  private:
   // What is known of the operation under way. The posting is written here and shown at the meeting.
   struct Passage {
@@ -88,7 +92,8 @@ class Group {
     Posting posting;
     Clock::time_point start;
     Waiter waiter;
-    bool meeting = false;  // not all have arrived yet: it can still be given up
+    bool meeting = false;   // not all have arrived yet: it can still be given up
+    bool deadlock = false;  // it was given up as part of one
   };
 
   void exchange(Passage& passage);
@@ -116,6 +121,7 @@ class Group {
   [[noreturn]] void throw_given_up(const Passage& passage);
   bool reached(int rank) const { return board_->reached(rank, clock_); }
   std::string headline(const Passage& passage) const;
+  std::string uneven(const Passage& passage, std::span<const int> gone) const;
 
   Offer offer_of(int rank) const { return board_->seat(rank).lines[clock_ & 1].offer; }
   // Where an Inline offer of so many bytes stands: in the line if it fits, else in the slot.

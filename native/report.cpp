@@ -63,12 +63,17 @@ bool same_shape(const Posting& a, const Posting& b) {
   return a.ndim == b.ndim && std::equal(a.shape, a.shape + a.ndim, b.shape);
 }
 
-// Whether a rank did, one call ago, what another does now.
+// Whether a rank did, one call ago, what another does now, having done something else then. (If
+// both did the same then, they have parted only now.)
 bool is_behind(const Board& board, const Party& slow, const Party& fast) {
   uint64_t before = fast.posting->sequence - 1;
-  const Posting& previous = board.posting(fast.ranks[0], before);
-  return before > 0 && previous.sequence == before && previous.describe() == slow.what &&
-         slow.site == previous.site && slow.site != fast.site;
+  const Posting &theirs = board.posting(fast.ranks[0], before),
+                &own = board.posting(slow.ranks[0], before);
+  auto same = [](const Posting& a, const Posting& b) {
+    return a.describe() == b.describe() && std::strcmp(a.site, b.site) == 0;
+  };
+  return before > 0 && theirs.sequence == before && own.sequence == before &&
+         same(theirs, *slow.posting) && !same(theirs, own);
 }
 
 // Two ranks whose lists do not fit each other, in an operation that is otherwise the same for all.
@@ -122,7 +127,10 @@ std::string likely_reason(const Board& board, std::vector<Party> parties) {
            " was called once less than on the other ranks (look at how often that loop runs)";
   if (a.op != b.op || most.site != few.site) {
     if (a.op == b.op && most.what == few.what) return who + " came from another line: " + sites;
-    return who + " took another branch: " + sites;
+    return who + " took another branch: " + sites +
+           "; all ranks of a group must make the same calls in the same order (look for a "
+           "condition "
+           "on the rank or on data that differs)";
   }
   std::string line = "the same line, " + most.site + ", ";
   if (a.parts != b.parts)
@@ -138,7 +146,9 @@ std::string likely_reason(const Board& board, std::vector<Party> parties) {
   if (a.reduce != b.reduce) return line + "asks for different reductions";
   if (!same_shape(a, b))
     return line + "gets tensors of different shape: look at what " + who +
-           " computes differently (an uneven last batch, a different vocabulary or file)";
+           " computes differently (an uneven last batch, another vocabulary or file, a gradient "
+           "that is "
+           "None and was skipped)";
   return line + "differs in the sizes of its parts (the list of tensors, or the split sizes)";
 }
 
@@ -160,7 +170,7 @@ std::string doing(const Roster& roster, int world_rank, const std::optional<Post
     text = "its process is stopped (SIGSTOP, or a debugger); ";
   if (!last) return text + "has made no call on this group yet";
   bool ended = last->finished_ns != 0;
-  return text + (ended ? "is in none of our calls; its last here: " : "is in ") +
+  return text + (ended ? "is busy in its own code; its last call here: " : "is in ") +
          describe_posting(*last);
 }
 
@@ -182,7 +192,10 @@ std::string describe_posting(const Posting& posting) {
   std::string text =
       posting.describe() + " #" + std::to_string(posting.sequence) + " at " + posting.site;
   if (!posting.finished_ns) return text + ", for " + ago(posting.posted_ns);
-  return text + ", " + name(posting.stage_reached) + " " + ago(posting.finished_ns) + " ago";
+  text += std::string(", ") + name(posting.stage_reached);
+  if (posting.stage_reached == Stage::TimedOut)
+    text += " after " + seconds_text(double(posting.finished_ns - posting.posted_ns) * 1e-9);
+  return text + ", " + ago(posting.finished_ns) + " ago";
 }
 
 std::string mismatch_report(const Board& board, uint64_t sequence) {

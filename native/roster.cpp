@@ -132,8 +132,9 @@ bool Roster::try_read(int rank, void* into, uint64_t address, size_t bytes) cons
 void Roster::read(int rank, void* into, uint64_t address, size_t bytes) const {
   if (try_read(rank, into, address, bytes)) return;
   std::string why = std::strerror(errno);
-  std::string end = obituary(rank, true);
-  if (!end.empty()) throw Failure(Kind::PeerFailed, end);
+  // A process that is ending has lost its memory a moment before the system says so.
+  for (Deadline soon = Deadline::in(1); !soon.passed(); ::usleep(1000))
+    if (std::string end = obituary(rank, true); !end.empty()) throw Failure(Kind::PeerFailed, end);
   throw Failure(Kind::Backend, "cannot read the memory of " + title(rank) + ": " + why);
 }
 
@@ -180,7 +181,7 @@ std::string Roster::how_it_ended(int rank) const {
            (now > peer.oom_kills && peer.oom_kills >= 0
                 ? "; the system's out-of-memory killer has struck since the start, so probably for "
                   "lack of memory"
-                : "");
+                : " (by somebody, or by the system for lack of memory: see dmesg)");
   }
   if (signal)
     return (signal == SIGTERM || signal == SIGHUP ? "was ended by " : "crashed with ") +

@@ -41,7 +41,7 @@ void Bell::sleep(uint32_t seen, Clock::duration longest) {
 
 std::string seconds_text(double seconds) {
   char text[32];
-  std::snprintf(text, sizeof text, "%g s", seconds);
+  std::snprintf(text, sizeof text, "%.3g s", seconds);
   return text;
 }
 

@@ -80,7 +80,7 @@ def test_a_kill_at_any_moment_is_named_by_all_survivors(seed: int) -> None:
             assert "SIGKILL" in str(result)
         else:
             kind, text = result
-            assert kind == "PeerFailed"
+            assert kind == "PeerFailed", text
             assert f"rank {victim}" in text
     assert _memory_files() <= before
 

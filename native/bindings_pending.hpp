@@ -1,0 +1,84 @@
+// Asynchronous calls, as Python holds them.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "lane.hpp"
+#include "mailbox.hpp"
+#include "report.hpp"
+
+namespace phalanx {
+
+// An asynchronous call, as Python holds it.
+class Pending {
+ public:
+  virtual ~Pending() = default;
+  virtual bool done() = 0;
+  virtual std::exception_ptr error() = 0;
+  virtual void wait(double timeout) = 0;
+  virtual int source() { return -1; }
+};
+
+class PendingJob : public Pending {
+ public:
+  PendingJob(std::shared_ptr<Job> job, std::shared_ptr<Board> board, int rank, const Call& call)
+      : job_(std::move(job)),
+        board_(std::move(board)),
+        rank_(rank),
+        op_(call.op),
+        site_(call.site) {}
+  bool done() override { return job_->done(); }
+  std::exception_ptr error() override { return job_->error(); }
+  void wait(double timeout) override {
+    Deadline patience = Deadline::in(timeout);
+    Waiter waiter(board_->roster(), board_->world_rank(rank_));
+    const int64_t started = now_ns();
+    for (;;) {
+      WaitFacts facts = wait_facts(op_, board_->name(), name(op_), site_.c_str(), started);
+      facts.own = true;
+      facts.blocked = timeout < 0;
+      if (job_->wait(std::min(patience.at(), Clock::now() + kSlice))) break;
+      if (patience.passed()) throw unfinished(timeout);
+      waiter.update(facts);
+      check_interrupt();
+    }
+    if (job_->error()) std::rethrow_exception(job_->error());
+  }
+
+ private:
+  std::shared_ptr<Job> job_;
+  std::shared_ptr<Board> board_;
+  Failure unfinished(double timeout) const {
+    std::vector<int> behind = board_->ranks_behind(rank_);
+    return {Kind::Timeout,
+            std::string(name(op_)) + " on " + board_->title() + ", rank " +
+                std::to_string(board_->world_rank(rank_)) + ", at " + site_ +
+                ": not done after a wait of " + seconds_text(timeout) + "; it goes on" +
+                (behind.empty() ? "" : "\n  not arrived: " + board_->world_ranks(behind)) +
+                describe_absent(*board_, behind)};
+  }
+
+  int rank_;
+  Op op_;
+  std::string site_;
+};
+
+class PendingDelivery : public Pending {
+ public:
+  PendingDelivery(std::shared_ptr<Mailbox> mailbox, std::shared_ptr<Delivery> delivery)
+      : mailbox_(std::move(mailbox)), delivery_(std::move(delivery)) {}
+  bool done() override {
+    return delivery_->state.load(std::memory_order_acquire) != Delivery::State::Open;
+  }
+  std::exception_ptr error() override { return done() ? delivery_->error : nullptr; }
+  void wait(double timeout) override { mailbox_->wait(*delivery_, Deadline::in(timeout)); }
+  int source() override { return delivery_->source; }
+
+ private:
+  std::shared_ptr<Mailbox> mailbox_;
+  std::shared_ptr<Delivery> delivery_;
+};
+
+}  // namespace phalanx
