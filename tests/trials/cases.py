@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 from trials.faults import Fault, inject
-from trials.programs import Program, right_program, wild_program
+from trials.programs import Program, frosty, right_program, wild_program
 from trials.verdicts import Trial, try_program
 
 
@@ -54,11 +54,17 @@ def right_case(seed: int, number: int, ranks: str) -> Case:
     """Return a right program."""
     rng = random.Random(f"right {seed} {number}")
     kind = _ranks(number, ranks)
-    return Case(right_program(rng), kind, _replay(seed, number, ranks, "--right"))
+    program = right_program(rng)
+    if kind == "processes":
+        program = frosty(rng, program)
+    return Case(program, kind, _replay(seed, number, ranks, "--right"))
 
 
 def deadlock_case(seed: int, number: int, ranks: str) -> Case:
     """Return a program that may get stuck."""
     rng = random.Random(f"deadlock {seed} {number}")
     kind = _ranks(number, ranks)
-    return Case(wild_program(rng), kind, _replay(seed, number, ranks, "--deadlocks"))
+    program = wild_program(rng)
+    if kind == "processes":
+        program = frosty(rng, program)
+    return Case(program, kind, _replay(seed, number, ranks, "--deadlocks"))

@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -46,6 +47,7 @@ class Interpreter:
         self.report = Report()
         self.works: dict[int, Effect] = {}
         self.helpers: list[threading.Thread] = []
+        self.frosts: list[subprocess.Popen[bytes]] = []
         self.over = threading.Event()
         self.groups: list[Any] = [None]
         for ranks in program.groups[1:]:
@@ -73,6 +75,8 @@ class Interpreter:
         self.over.set()
         for helper in self.helpers:
             helper.join()
+        for frost in self.frosts:
+            frost.wait()
         self.report.outcome, self.report.text = outcome, text
         fresh = self.file.with_suffix(".new")
         fresh.write_bytes(pickle.dumps(self.report))
@@ -145,6 +149,12 @@ class Interpreter:
     def _kill(self, step: Step) -> None:
         self._end("kill")
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def _freeze(self, step: Step) -> None:
+        """Have this process stopped in a moment, whatever it does then, and let go on later."""
+        stop, go = f"kill -STOP {os.getpid()}", f"kill -CONT {os.getpid()}"
+        script = f"sleep 0.01; {stop}; sleep {step.seconds}; {go}"
+        self.frosts.append(subprocess.Popen(["sh", "-c", script]))
 
     def _kill_later(self, step: Step) -> None:
         killer = threading.Timer(step.seconds, os.kill, (os.getpid(), signal.SIGKILL))

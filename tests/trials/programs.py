@@ -221,6 +221,15 @@ def right_program(rng: random.Random) -> Program:
     return _Writer(rng, groups, size).write(rng.randint(6, 16))
 
 
+def frosty(rng: random.Random, program: Program) -> Program:
+    """Return the program with processes that are stopped for a while, anywhere in what they do."""
+    for rank in rng.choices(range(program.size), k=rng.randint(0, 3)):
+        steps = list(program.steps[rank])
+        steps.insert(rng.randint(0, len(steps)), Step("freeze", seconds=rng.choice([0.1, 0.5])))
+        program = program.with_steps(rank, steps)
+    return program
+
+
 def wild_program(rng: random.Random) -> Program:
     """Return a program whose ranks often do not fit together: many get stuck."""
     size = rng.randint(2, 4)

@@ -208,8 +208,9 @@ class _Judge:
 
     def _to_blame(self) -> set[int]:
         ended = {r for r, end in enumerate(self.ends) if end.kind not in ("stuck", "finished")}
+        careless = {r for r, end in enumerate(self.ends) if end.open_works}
         waited_for = {n for r in self.stuck for n in self.needs(r)}
-        return ended | waited_for
+        return ended | careless | waited_for
 
     def _expectation(self, rank: int, end: End) -> Expectation:
         if end.kind == "stall":
