@@ -56,7 +56,10 @@ void translate(const std::exception_ptr& thrown, void*) {
     std::string_view what = failure.what();
     nb::object text =
         nb::steal(PyUnicode_DecodeUTF8(what.data(), Py_ssize_t(what.size()), "replace"));
-    PyErr_SetObject(exception_class(failure.kind).ptr(), text.ptr());
+    // Made here and now: making it is what tells the debugger of the failure.
+    nb::object type = exception_class(failure.kind);
+    nb::object error = nb::steal(PyObject_CallOneArg(type.ptr(), text.ptr()));
+    if (error.is_valid()) PyErr_SetObject(type.ptr(), error.ptr());
   }
 }
 

@@ -82,7 +82,7 @@ class Engine {
          const std::string& name, double timeout, const std::string& ticket)
       : site_(Sites::find()),
         board_(ticket.empty() ? Board::create(roster, members, name, site_)
-                              : Board::open(roster, members, ticket, site_)),
+                              : Board::open(roster, members, ticket, rank, site_)),
         group_(board_, rank, name, timeout),
         mailbox_(std::make_shared<Mailbox>(board_, rank, name)),
         lane_([board = board_, member = members[rank]](int by) {
@@ -123,6 +123,7 @@ class Engine {
       board_->break_up(Kind::PeerFailed, "rank " + std::to_string(group_.rank()) +
                                              " has destroyed the group '" + group_.name() +
                                              "' in the middle of an operation");
+    await_lane();
     lane_.close();
     mailbox_->close();
     board_->leave(group_.rank());
@@ -216,6 +217,19 @@ class Engine {
     for (int i = kShown; i < look.shown.ndim && !own_shape; ++i)
       call.detail = mix(call.detail, uint64_t(look.shown.shape[i]));
     return result;
+  }
+
+  // Wait for what this rank has issued. That may be part of a deadlock, which ends it.
+  void await_lane() {
+    Waiter waiter(board_->roster(), board_->world_rank(group_.rank()));
+    const int64_t started = now_ns();
+    for (;;) {
+      WaitFacts facts =
+          wait_facts(Op::Barrier, group_.name(), "destroy_process_group", site_.c_str(), started);
+      facts.own = facts.blocked = true;
+      if (calls_under_way > 0 || lane_.drained(Clock::now() + kSlice)) return;
+      waiter.update(facts);
+    }
   }
 
   // What this rank gives to itself must fit; the board compares the rest.
@@ -422,7 +436,19 @@ void bind_engine(nb::module_& m) {
           nb::arg("rank"), nb::arg("by"), "One thread more or less acts for a rank.")
       .def("leave", &Roster::leave, nb::arg("rank"))
       .def("fail", &Roster::fail, nb::arg("rank"), nb::arg("why"))
-      .def("obituary", &Roster::obituary, nb::arg("rank"), nb::arg("ask_system"));
+      .def("obituary", &Roster::obituary, nb::arg("rank"), nb::arg("ask_system"))
+      .def("note", &Roster::note, nb::arg("rank"), nb::arg("text"),
+           "Leave a text for all ranks, of which the last 8 KiB are kept.")
+      .def(
+          "notes",
+          [](const Roster& roster) {
+            nb::list texts;
+            for (const std::string& text : roster.notes())
+              texts.append(
+                  nb::steal(PyUnicode_DecodeUTF8(text.data(), Py_ssize_t(text.size()), "replace")));
+            return texts;
+          },
+          "Return the notes of all ranks.");
 
   nb::class_<Pending>(m, "Pending", "An asynchronous operation.")
       .def("done", &Pending::done)

@@ -52,7 +52,7 @@ std::shared_ptr<Board> Board::create(std::shared_ptr<Roster> roster, std::vector
 }
 
 std::shared_ptr<Board> Board::open(std::shared_ptr<Roster> roster, std::vector<int> members,
-                                   const std::string& ticket, const std::string& site) {
+                                   const std::string& ticket, int rank, const std::string& site) {
   auto region = Region::open(ticket);
   auto& header = *reinterpret_cast<BoardHeader*>(region->data());
   auto* shown = reinterpret_cast<int32_t*>(region->data() + BoardLayout(header.size).members);
@@ -62,7 +62,8 @@ std::shared_ptr<Board> Board::open(std::shared_ptr<Roster> roster, std::vector<i
   std::string text =
       "the making of group '" + board->name() + "' does not match across ranks\n  rank " +
       std::to_string(theirs[0]) + " makes it of " + rank_list(theirs) + "  " + header.site +
-      "\n  another rank makes it of " + rank_list(members) + "  " + site +
+      "\n  rank " + std::to_string(members[rank]) + " makes it of " + rank_list(members) + "  " +
+      site +
       "\nsome ranks have skipped a call: every rank of the world must call new_group "
       "in one order, also for groups that it is not in (or only the members, with "
       "use_local_synchronization=True)";
@@ -225,18 +226,23 @@ void Board::leave(int rank) {
   wake_all();
 }
 
+std::optional<Failure> Board::broken() const {
+  if (header().broken.load(std::memory_order_acquire) != 2) return {};
+  return Failure(Kind(header().kind), std::string(header().why, header().why_length));
+}
+
 void Board::check_broken() const {
-  if (header().broken.load(std::memory_order_acquire) == 2)
-    throw Failure(Kind(header().kind), std::string(header().why, header().why_length));
+  if (auto failure = broken()) throw *failure;
 }
 
 void Board::check_usable(const std::string& operation) const {
-  if (header().broken.load(std::memory_order_acquire) != 2) return;
-  throw Failure(Kind(header().kind),
-                operation + " on " + title() +
-                    ": the group cannot be used any more since an earlier failure; make a new one "
-                    "of the ranks that are left (new_group, shrink_group). The failure was:\n" +
-                    std::string(header().why, header().why_length));
+  if (auto failure = broken())
+    throw Failure(
+        failure->kind,
+        operation + " on " + title() +
+            ": the group cannot be used any more since an earlier failure; make a new "
+            "one of the ranks that are left (new_group, shrink_group). The failure was:\n" +
+            failure->what());
 }
 
 uint64_t Board::share(const void* data, size_t bytes) const {

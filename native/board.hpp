@@ -21,7 +21,7 @@ class Board {
   static std::shared_ptr<Board> create(std::shared_ptr<Roster> roster, std::vector<int> members,
                                        const std::string& name, const std::string& site);
   static std::shared_ptr<Board> open(std::shared_ptr<Roster> roster, std::vector<int> members,
-                                     const std::string& ticket, const std::string& site);
+                                     const std::string& ticket, int rank, const std::string& site);
 
   // Say that a rank has opened the board. The creator returns when all have, so that the board they
   // are told of exists.
@@ -77,6 +77,7 @@ class Board {
   // Make the group unusable: every wait on it, now or later, raises this. The first caller's word
   // counts.
   void break_up(Kind kind, const std::string& why);
+  std::optional<Failure> broken() const;
   void check_broken() const;                              // throws what broke it, if anything did
   void check_usable(const std::string& operation) const;  // the same, for calls that come later
 

@@ -45,7 +45,7 @@ class Search {
 
  private:
   struct Rank {
-    bool blocked = false;
+    bool blocked = false, ended = false;
     int64_t changed_ns = 0;
     std::vector<BlockedWait> waits;
   };
@@ -53,6 +53,7 @@ class Search {
   void look_at(int number) {
     Rank& rank = ranks_[number];
     const Member& member = roster_.member(number);
+    rank.ended = member.presence > Presence::Here;
     if (member.presence != Presence::Here || member.unseen > 0) return;
     int threads = 0, lanes = 0;
     for (const Wait& wait : member.waits) {
@@ -71,10 +72,12 @@ class Search {
   bool can_move(const Rank& rank) const {
     return std::any_of(rank.waits.begin(), rank.waits.end(), [&](const BlockedWait& wait) {
       if (wait.facts.own) return false;
-      bool needs_stuck = false, needs_free = false;
+      bool stuck = false, free = false, ended = false;
       for (int peer = 0; peer < roster_.size(); ++peer)
-        if (wait.facts.needs.has(peer)) (ranks_[peer].blocked ? needs_stuck : needs_free) = true;
-      return wait.facts.any ? needs_free : !needs_stuck;
+        if (wait.facts.needs.has(peer))
+          (ranks_[peer].blocked ? stuck : ranks_[peer].ended ? ended : free) = true;
+      // Whoever needs one that has ended is told so, and goes on.
+      return wait.facts.any ? free || !stuck : ended || !stuck;
     });
   }
 

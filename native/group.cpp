@@ -101,7 +101,7 @@ void Group::run(Call& call) {
       board_->break_up(failure.kind, failure.what());
     if (call.lent) board_->park(std::make_shared<decltype(call.scratch)>(std::move(call.scratch)));
     // What is one event for all reads the same on all.
-    if (failure.kind == Kind::Mismatch || passage.deadlock) throw;
+    if (failure.kind == Kind::Mismatch || passage.titled) throw;
     throw Failure(failure.kind, headline(passage) + ": " + failure.what());
   } catch (...) {
     conclude(passage, Stage::Interrupted);
@@ -276,7 +276,7 @@ std::string Group::uneven(const Passage& passage, std::span<const int> gone) con
 
 void Group::check_deadlock(Passage& passage, const std::optional<std::string>& verdict) {
   if (!verdict || !give_up(passage, Stage::Deadlock)) return;
-  passage.deadlock = true;
+  passage.titled = true;
   throw Failure(Kind::Deadlock, *verdict);
 }
 
@@ -288,19 +288,19 @@ bool Group::give_up(Passage& passage, Stage stage) {
   return true;
 }
 
-void Group::throw_given_up(const Passage& passage) {
+void Group::throw_given_up(Passage& passage) {
   posted_ = false;
   passage.call.lent = false;
   Kind kind = Kind::Timeout;
   std::string who;
-  bool differs = false;
+  Op given_up = passage.call.op;
   for (int rank = 0; rank < size(); ++rank) {
     const Posting posting = Posting::glance(board_->posting(rank, passage.sequence));
     if (rank == rank_ || posting.sequence != passage.sequence) continue;
     Stage stage = posting.stage_reached;
     if (stage != Stage::TimedOut && stage != Stage::Deadlock && stage != Stage::Interrupted)
       continue;
-    differs |= posting.op != passage.call.op;
+    given_up = posting.op;
     kind = stage == Stage::TimedOut   ? Kind::Timeout
            : stage == Stage::Deadlock ? Kind::Deadlock
                                       : Kind::PeerFailed;
@@ -317,9 +317,12 @@ void Group::throw_given_up(const Passage& passage) {
   std::string absent = missing.empty() ? ""
                                        : "\n  not arrived: " + board_->world_ranks(missing) +
                                              describe_absent(*board_, missing);
-  throw Failure(kind, "was given up" + who + absent +
-                          (differs ? "\nit would not have matched what this rank calls" : "") +
-                          "\nthe group can still be used");
+  passage.titled = true;
+  throw Failure(kind, std::string(phalanx::name(given_up)) + " #" +
+                          std::to_string(passage.sequence) + " on " + board_->title() +
+                          " was given up; rank " + std::to_string(board_->world_rank(rank_)) +
+                          " is in " + passage.posting.describe() + " at " + passage.call.site +
+                          who + absent + "\nthe group can still be used");
 }
 
 std::byte* Group::inline_area(int rank, uint64_t clock, uint64_t sequence, size_t bytes) const {

@@ -92,8 +92,8 @@ class Group {
     Posting posting;
     Clock::time_point start;
     Waiter waiter;
-    bool meeting = false;   // not all have arrived yet: it can still be given up
-    bool deadlock = false;  // it was given up as part of one
+    bool meeting = false;  // not all have arrived yet: it can still be given up
+    bool titled = false;   // what is thrown says itself which operation it is about
   };
 
   void exchange(Passage& passage);
@@ -118,7 +118,7 @@ class Group {
   void check_deadlock(Passage& passage, const std::optional<std::string>& verdict);
   void conclude(const Passage& passage, Stage stage);
   bool give_up(Passage& passage, Stage stage);
-  [[noreturn]] void throw_given_up(const Passage& passage);
+  [[noreturn]] void throw_given_up(Passage& passage);
   bool reached(int rank) const { return board_->reached(rank, clock_); }
   std::string headline(const Passage& passage) const;
   std::string uneven(const Passage& passage, std::span<const int> gone) const;

@@ -66,8 +66,15 @@ void Lane::work() {
     busy_ = false;
     job->finish();  // whoever waited for it finds the lane idle
     job.reset();
-    if (queue_.empty()) on_work_(-1);
+    if (!queue_.empty()) continue;
+    on_work_(-1);
+    idle_.notify_all();
   }
+}
+
+bool Lane::drained(Clock::time_point until) {
+  std::unique_lock lock(mutex_);
+  return idle_.wait_until(lock, until, [&] { return queue_.empty() && !busy_; });
 }
 
 void Lane::close() {

@@ -65,7 +65,8 @@ class Lane {
     return true;
   }
 
-  void close();  // waits for what is in the queue
+  bool drained(Clock::time_point until);  // whether all that is in the queue is done by then
+  void close();                           // waits for it
   void release() {
     new std::thread(std::move(worker_));
   }  // forget a thread that a fork has not copied
@@ -74,7 +75,7 @@ class Lane {
   void work();
   [[noreturn]] static void throw_closed();
   std::mutex mutex_;
-  std::condition_variable changed_;
+  std::condition_variable changed_, idle_;
   std::deque<std::shared_ptr<Job>> queue_;
   OnWork on_work_;
   std::thread worker_;

@@ -143,7 +143,7 @@ static_assert(sizeof(Cell) == 256);
 // Where a message that does not fit into a cell passes from the sender's memory to the receiver's.
 struct Pipe {
   // Taking: the receiver is reading the sender's own memory, which must stay until it is done.
-  // Refused: the receiver asked for something else; Unread: it left without asking.
+  // Refused: the receiver asked for something else; Unread: it gave up, or left without asking.
   enum State : uint32_t { Open, Taking, Refused, Unread, Abandoned };
   uint64_t direct;    // shared address of the whole message, or 0 if it flows through `data`
   uint64_t bytes;     // of the message
@@ -261,6 +261,12 @@ constexpr int kWaits = 16;  // threads of one rank that can be seen waiting
 
 enum class Presence : uint32_t { Absent, Joining, Here, Left, Failed };
 
+// A text for all ranks to read.
+struct Note {
+  uint32_t length = 0;
+  char text[8192];
+};
+
 // One rank of a world.
 struct Member {
   std::atomic<Presence> presence;
@@ -279,6 +285,7 @@ struct Member {
   std::atomic<int32_t> unseen;   // waits that found no room below
   std::atomic<int64_t> changed_ns;  // when one of these or a wait came or went
   Wait waits[kWaits];
+  Notice<Note> note;
 };
 
 struct DeadlockReport {

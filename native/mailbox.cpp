@@ -189,7 +189,7 @@ bool Mailbox::fail(Delivery& delivery, Kind kind, const std::string& why) {
       return false;
     // What the sender has abandoned is refused all the same, so that it gets its pipe back.
     if (delivery.op == Op::Recv) {
-      delivery.pipe->state.store(Pipe::Refused);
+      delivery.pipe->state.store(Pipe::Unread);
       delivery.pipe = nullptr;
     }
   }
@@ -246,12 +246,7 @@ void Mailbox::progress() {
 
 // Fail what can no longer come to an end.
 void Mailbox::inspect(bool costly) {
-  std::optional<Failure> broken;
-  try {
-    board_->check_broken();
-  } catch (const Failure& failure) {
-    broken = failure;
-  }
+  auto broken = board_->broken();
   std::vector<std::string> ends(board_->size());
   int others_gone = 0;
   for (int peer = 0; peer < board_->size(); ++peer) {
@@ -320,7 +315,7 @@ bool Mailbox::only_others_can_end(const Delivery& delivery) const {
     return true;
   }
   bool attended = board_->seat(delivery.peer).attending.load() > 0;
-  if (!delivery.cell) return pipes_out_[delivery.peer] == kPipesPerPeer || !attended;
+  if (!delivery.cell) return !attended;
   if (delivery.pipe->wanted.load()) return false;
   bool taken_out = delivery.cell->turn.load() != delivery.turn;
   return taken_out || !attended;
@@ -355,12 +350,13 @@ void Mailbox::wait(Delivery& delivery, const Deadline& patience) {
       inspect(costly);
       if (delivery.state != Delivery::State::Open) return;
       if (patience.passed())
-        throw Failure(Kind::Timeout,
-                      headline(delivery) + ": not done when wait() timed out; it goes on");
+        throw Failure(Kind::Timeout, headline(delivery) + ": not done after a wait of " +
+                                         seconds_text(double(now_ns() - started) * 1e-9) +
+                                         "; it goes on");
       if (!costly) return;
       facts.any = delivery.peer < 0;
       for (int peer = 0; peer < board_->size(); ++peer)
-        if (peer == delivery.peer || (facts.any && peer != rank_))
+        if (peer == delivery.peer || (facts.any && peer != rank_ && !board_->seat(peer).left))
           facts.needs.add(board_->world_rank(peer));
       facts.blocked = patience.at() >= delivery.deadline.at() && only_others_can_end(delivery);
     }

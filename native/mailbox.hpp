@@ -23,8 +23,6 @@
 
 namespace phalanx {
 
-constexpr size_t kPipesPerPeer = 8;  // messages in pipes that a peer may have yet to read
-
 // One send or recv, from its call to its end.
 struct Delivery {
   enum class State { Open, Done, Failed };

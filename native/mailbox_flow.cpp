@@ -9,6 +9,7 @@ namespace phalanx {
 namespace {
 
 constexpr size_t kBuffered = 64 << 10;  // messages up to here are copied at once
+constexpr size_t kPipesPerPeer = 8;     // large pipes that a peer may have yet to read
 constexpr size_t kGulp = 64 << 10;      // moved at a time, so that both ends work together
 
 // A pipe with its head fits into a page, holds a buffered message, or streams a long one.
@@ -20,7 +21,9 @@ void Mailbox::open_pipe(Delivery& delivery) {
   size_t bytes = delivery.bytes();
   uint64_t direct = bytes > kBuffered ? board_->share(delivery.data, bytes) : 0;
   size_t kind = 0;
-  while (!direct && kind + 1 < kPipeSizes.size() && bytes > kPipeSizes[kind] - sizeof(Pipe)) ++kind;
+  // Behind many that are unread, a message flows through a small pipe: there can be any number.
+  bool roomy = !direct && pipes_out_[delivery.peer] < kPipesPerPeer;
+  while (roomy && kind + 1 < kPipeSizes.size() && bytes > kPipeSizes[kind] - sizeof(Pipe)) ++kind;
   auto& spare = spare_pipes_[kind];
   if (spare.empty()) {
     delivery.pipe_block = board_->allocate(kPipeSizes[kind]);
@@ -48,7 +51,7 @@ void Mailbox::close_pipe(Delivery& delivery) {
   --pipes_out_[delivery.peer];
 }
 
-// Put a send on its way; false if it must wait for a free cell or a pipe.
+// Put a send on its way; false if it must wait for a free cell.
 bool Mailbox::launch(const std::shared_ptr<Delivery>& delivery) {
   const int peer = delivery->peer;
   uint64_t number = sent_[peer];
@@ -58,7 +61,6 @@ bool Mailbox::launch(const std::shared_ptr<Delivery>& delivery) {
   size_t bytes = delivery->bytes();
   cell.piped = bytes > sizeof(Cell::payload);
   if (cell.piped) {
-    if (pipes_out_[peer] == kPipesPerPeer) return false;
     open_pipe(*delivery);
     cell.pipe = board_->share(delivery->pipe, sizeof(Pipe));
   } else if (bytes) {
@@ -91,8 +93,12 @@ void Mailbox::pump_out(Delivery& delivery) {
     return;
   }
   if (delivery.state == Delivery::State::Open && state == Pipe::Unread) {
-    fail(delivery, Kind::PeerFailed,
-         headline(delivery) + ": not received: " + board_->obituary(delivery.peer, true));
+    auto broken = board_->broken();
+    std::string why = broken ? broken->what() : board_->obituary(delivery.peer, true);
+    if (why.empty())
+      why = "rank " + std::to_string(board_->world_rank(delivery.peer)) + " gave up receiving it";
+    fail(delivery, broken ? broken->kind : Kind::PeerFailed,
+         headline(delivery) + ": not received: " + why);
     return;
   }
   // Acquire: the receiver has read what is overwritten here. Release: it sees what is written.

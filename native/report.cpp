@@ -168,6 +168,7 @@ std::string doing(const Roster& roster, int world_rank, const std::optional<Post
   std::string text;
   if (!roster.threads() && process_state(member.heap.pid) == 'T')
     text = "its process is stopped (SIGSTOP, or a debugger); ";
+  if (member.presence > Presence::Here) return "has ended";
   if (!last) return text + "has made no call on this group yet";
   bool ended = last->finished_ns != 0;
   return text + (ended ? "is busy in its own code; its last call here: " : "is in ") +
@@ -213,7 +214,9 @@ std::string describe_absent(const Board& board, std::span<const int> ranks) {
   std::string text;
   for (int rank : ranks)
     text += "\n  rank " + std::to_string(board.world_rank(rank)) + " " +
-            doing(board.roster(), board.world_rank(rank), board.last_posting(rank));
+            (board.seat(rank).left
+                 ? "has left this group"
+                 : doing(board.roster(), board.world_rank(rank), board.last_posting(rank)));
   return text;
 }
 

@@ -192,13 +192,26 @@ std::string Roster::how_it_ended(int rank) const {
   return "is gone: it was killed (SIGKILL, perhaps for lack of memory) or left by os._exit";
 }
 
+// Of a rank that said goodbye at the end of its program, once the program has ended: a matter of
+// milliseconds, for which this waits.
+std::string Roster::exit_code(int rank, bool ask_system) const {
+  constexpr int64_t kPatience = 300'000'000;
+  const Member& peer = member(rank);
+  if (threads() || !ask_system || rank >= int(processes_.size())) return "";
+  while (!has_ended(peer.heap) && now_ns() - peer.ended_ns < kPatience) ::usleep(1000);
+  int status = has_ended(peer.heap) ? processes_[rank].status() : -1;
+  if (status < 0 || status & 0x7f) return "";
+  return " with exit code " + std::to_string(status >> 8) +
+         " (sys.exit, or the end of its program)";
+}
+
 std::string Roster::obituary(int rank, bool ask_system) const {
   const Member& peer = member(rank);
   switch (peer.presence.load(std::memory_order_acquire)) {
     case Presence::Failed:
       return title(rank) + " " + std::string(peer.why, peer.why_length);
     case Presence::Left:
-      return title(rank) + " has finished and will not come";
+      return title(rank) + " has ended" + exit_code(rank, ask_system) + " and will not come";
     case Presence::Here:
       if (ask_system && !threads() && has_ended(peer.heap))
         return title(rank) + " " + how_it_ended(rank);
@@ -206,6 +219,27 @@ std::string Roster::obituary(int rank, bool ask_system) const {
     default:
       return "";
   }
+}
+
+void Roster::note(int rank, const std::string& text) {
+  Note note{};
+  size_t start = text.size() - std::min(text.size(), sizeof note.text);
+  while (start > 0 && start < text.size() && (text[start] & 0xC0) == 0x80)
+    ++start;  // a whole character
+  note.length = uint32_t(text.size() - start);
+  std::memcpy(note.text, text.data() + start, note.length);
+  member(rank).note.write(note);
+}
+
+std::vector<std::string> Roster::notes() const {
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < size(); ++rank) {
+    Note note;
+    bool whole = false;
+    for (int attempt = 0; attempt < 100 && !whole; ++attempt) whole = member(rank).note.read(note);
+    texts.emplace_back(note.text, whole ? note.length : 0);
+  }
+  return texts;
 }
 
 std::byte* Roster::reach(int rank, uint64_t offset) const {

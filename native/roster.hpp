@@ -36,6 +36,11 @@ class Roster {
   int64_t ended_ns(int rank) const;   // when it left or failed; 0 if it did not say so
   std::string title(int rank) const;  // "rank 2 (pid 4711 on host box)"
 
+  // A text that all ranks can read, also while the one that wrote it hangs or after its end. Of a
+  // long one the end is kept. Calls for one rank must not overlap.
+  void note(int rank, const std::string& text);
+  std::vector<std::string> notes() const;  // of all ranks; "" where there is none
+
   // Address of something in the heap of a rank.
   std::byte* reach(int rank, uint64_t offset) const;
 
@@ -59,6 +64,7 @@ class Roster {
   explicit Roster(std::shared_ptr<Region> region);
   bool try_read(int rank, void* into, uint64_t address, size_t bytes) const;
   std::string how_it_ended(int rank) const;
+  std::string exit_code(int rank, bool ask_system) const;
 
   std::shared_ptr<Region> region_;
   std::vector<std::shared_ptr<HeapView>> heaps_;  // of all ranks, mapped in join

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import phalanx as dist
+from phalanx.testing import run_ranks
 
 
 def test_recv_returns_the_global_rank_of_the_source(run):
@@ -81,3 +82,22 @@ def test_batches(run):
             dist.batch_isend_irecv([ops[0], dist.P2POp(dist.isend, torch.ones(1), 0, other)])
 
     run(body, 3)
+
+
+def _received_backwards(count: int) -> None:
+    tags = range(20)
+    if dist.get_rank() == 0:
+        works = [dist.isend(torch.full((count,), float(tag)), 1, tag=tag) for tag in tags]
+        for work in works:
+            work.wait()
+        return
+    for tag in reversed(tags):
+        tensor = torch.empty(count)
+        dist.recv(tensor, 0, tag=tag)
+        assert (tensor == tag).all()
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+@pytest.mark.parametrize("count", [10, 1_000, 100_000])
+def test_many_messages_can_be_received_in_any_order(count: int, ranks: str) -> None:
+    run_ranks(_received_backwards, 2, count, ranks=ranks)

@@ -39,7 +39,8 @@ inline void on_threads(int size, const Program& program) {
     threads.emplace_back([&, rank] {
       auto mine = rank == 0 ? roster : Roster::open(roster->ticket());
       mine->join(rank, Deadline::in(20));
-      Rank self(rank == 0 ? first : Board::open(mine, all_ranks(size), first->ticket(), ""), rank);
+      Rank self(rank == 0 ? first : Board::open(mine, all_ranks(size), first->ticket(), rank, ""),
+                rank);
       program(self);
     });
   for (auto& thread : threads) thread.join();
@@ -57,7 +58,7 @@ inline void on_processes(int size, const Program& program) {
       try {
         auto mine = Roster::open(roster->ticket());
         mine->join(rank, Deadline::in(20));
-        Rank self(Board::open(mine, all_ranks(size), board->ticket(), ""), rank);
+        Rank self(Board::open(mine, all_ranks(size), board->ticket(), rank, ""), rank);
         program(self);
         status = 0;
       } catch (const std::exception& error) {

@@ -179,7 +179,7 @@ TEST(a_killed_rank_is_named) {
       if (child == 0) {
         auto mine = Roster::open(roster->ticket());
         mine->join(rank, Deadline::in(20));
-        Rank self(Board::open(mine, all_ranks(size), board->ticket(), ""), rank);
+        Rank self(Board::open(mine, all_ranks(size), board->ticket(), rank, ""), rank);
         for (;;) {
           Call barrier;
           barrier.op = Op::Barrier;

@@ -104,7 +104,14 @@ from phalanx.world import default_group as _get_default_group  # noqa: F401
 from phalanx.world import is_outside as _rank_not_in_group  # noqa: F401
 
 if TYPE_CHECKING:
-    from phalanx import functional, launch, stores, testing
+    from phalanx import debug, functional, launch, stores, testing
+    from phalanx.debug.breakpoints import breakpoint
+    from phalanx.debug.levels import (
+        DebugLevel,
+        get_debug_level,
+        set_debug_level,
+        set_debug_level_from_env,
+    )
     from phalanx.heap import empty_shared, is_shared
     from phalanx.launch.threads import run_threads
     from phalanx.mesh import DeviceMesh, init_device_mesh
@@ -118,6 +125,7 @@ __all__ = [
     "BackendOptions",
     "CollectiveMismatch",
     "Deadlock",
+    "DebugLevel",
     "DeviceMesh",
     "DistBackendError",
     "DistError",
@@ -150,8 +158,10 @@ __all__ = [
     "all_to_all_single",
     "barrier",
     "batch_isend_irecv",
+    "breakpoint",
     "broadcast",
     "broadcast_object_list",
+    "debug",
     "default_pg_timeout",
     "destroy_process_group",
     "empty_shared",
@@ -160,6 +170,7 @@ __all__ = [
     "gather_object",
     "get_backend",
     "get_backend_config",
+    "get_debug_level",
     "get_default_backend_for_device",
     "get_global_rank",
     "get_group_rank",
@@ -201,6 +212,8 @@ __all__ = [
     "scatter_object_list",
     "send",
     "send_object_list",
+    "set_debug_level",
+    "set_debug_level_from_env",
     "shrink_group",
     "split_group",
     "stores",
@@ -210,18 +223,24 @@ __all__ = [
 
 # Imported when first asked for, so that `import phalanx` costs little. None: the module itself.
 _LAZY = {
+    "DebugLevel": "debug.levels",
     "DeviceMesh": "mesh",
     "FileStore": "stores",
     "HashStore": "stores",
     "PrefixStore": "stores",
     "Store": "stores",
     "TCPStore": "stores",
+    "breakpoint": "debug.breakpoints",
+    "debug": None,
     "empty_shared": "heap",
     "functional": None,
+    "get_debug_level": "debug.levels",
     "init_device_mesh": "mesh",
     "is_shared": "heap",
     "launch": None,
     "run_threads": "launch.threads",
+    "set_debug_level": "debug.levels",
+    "set_debug_level_from_env": "debug.levels",
     "stores": None,
     "testing": None,
 }

@@ -100,6 +100,10 @@ class Roster:
     def leave(self, rank: int) -> None: ...
     def fail(self, rank: int, why: str) -> None: ...
     def obituary(self, rank: int, ask_system: bool) -> str: ...
+    def note(self, rank: int, text: str) -> None:
+        """Leave a text for all ranks, of which the last 8 KiB are kept."""
+    def notes(self) -> list[str]:
+        """Return the notes of all ranks."""
 
 class Waiting:
     """A wait for other ranks that is made in Python."""

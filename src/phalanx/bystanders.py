@@ -20,8 +20,11 @@ def mark(thread: threading.Thread) -> threading.Thread:
     return thread
 
 
+def includes(thread: threading.Thread) -> bool:
+    """Say whether ``thread`` is one that never communicates."""
+    return thread in _marked or type(thread).__module__ in _MODULES
+
+
 def count() -> int:
     """Return how many threads of this process are bystanders."""
-    return sum(
-        thread in _marked or type(thread).__module__ in _MODULES for thread in threading.enumerate()
-    )
+    return sum(map(includes, threading.enumerate()))

@@ -15,6 +15,31 @@ RuntimeError
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+# Told of every new DistBackendError (copies made by pickle among them): whatever fails, and in
+# whatever thread, this is where a rank learns of it. Set by phalanx.debug.
+observer: Callable[[DistBackendError], None] = lambda error: None  # noqa: E731
+
+
+class _Here(threading.local):
+    is_expected = False
+
+
+_here = _Here()
+
+
+@contextmanager
+def expected() -> Iterator[None]:
+    """Have errors that a block raises in this thread be answers to it, not failures."""
+    before, _here.is_expected = _here.is_expected, True
+    try:
+        yield
+    finally:
+        _here.is_expected = before
+
 
 class DistError(RuntimeError):
     """Root of all errors raised by the package."""
@@ -34,6 +59,11 @@ class DistQueueEmptyError(DistStoreError):
 
 class DistBackendError(DistError):
     """An operation on a group failed."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if not _here.is_expected:
+            observer(self)
 
 
 class CollectiveMismatch(DistBackendError):

@@ -36,7 +36,7 @@ class Recorded:
 
         def recorded(*args: Any, **kwargs: Any) -> Any:
             title = "recvAnySource" if name == "recv" and args[1] is None else name
-            event = torch._C._profiler._RecordFunctionFast(f"phalanx:{title}", _inputs(name, args))
+            event = torch._C._profiler._RecordFunctionFast(f"phalanx:{title}", inputs(name, args))
             event.__enter__()
             result = None
             try:
@@ -54,7 +54,8 @@ class Recorded:
         return recorded
 
 
-def _inputs(name: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
+def inputs(name: str, args: tuple[Any, ...]) -> list[torch.Tensor]:
+    """Return the input tensors of a call of a transport."""
     index = _INPUT.get(name, 0)
     given = args[index] if index < len(args) else None
     if isinstance(given, torch.Tensor):

@@ -73,6 +73,7 @@ class World:
         except BaseException:
             world.close()
             raise
+        _watch().joined(world)
         return world
 
     def add_group(
@@ -102,6 +103,7 @@ class World:
         )
         backend = config.create(options, pg_options)
         group = self.groups[name] = ProcessGroup(name, description, ranks, backend, config, store)
+        _watch().grouped(self, group)
         return group
 
     def remove_group(self, group: ProcessGroup) -> None:
@@ -112,6 +114,7 @@ class World:
             )
         del self.groups[group.group_name]
         group.shutdown()
+        _watch().ungrouped(self, group)
 
     def fail(self, reason: str) -> None:
         """Tell the others that this rank has failed: all who wait for it raise."""
@@ -121,10 +124,11 @@ class World:
     def close(self) -> None:
         """Close all groups, the newest first."""
         while self.groups:
-            self.groups.popitem()[1].shutdown()
+            self.remove_group(next(reversed(self.groups.values())))
         self.shared.clear()
         self.store = None
         self.on_close()
+        _watch().left(self)
 
 
 class Slot:
@@ -156,6 +160,13 @@ def _forget() -> None:
 
 
 os.register_at_fork(after_in_child=_forget)  # a forked child is no rank
+
+
+def _watch() -> Any:
+    """Return who looks in on worlds. It stands beside the layers: no module needs it to load."""
+    from phalanx.debug import watch
+
+    return watch
 
 
 def current() -> World | None:
@@ -318,6 +329,7 @@ def init_process_group(
     from phalanx.stores import PrefixStore
     from phalanx.stores.rendezvous import check_in, rendezvous
 
+    _watch().joining()
     if store is None:
         url = "env://" if init_method is None else init_method
         store, rank, world_size = next(iter(rendezvous(url, rank, world_size, timeout=limit)))

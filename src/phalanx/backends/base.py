@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from phalanx.backends import reduction
-from phalanx.errors import DistBackendError, PeerFailed
+from phalanx.errors import DistBackendError, PeerFailed, expected
 from phalanx.types import Deadline, ReduceOp
 from phalanx.work import JoinedWork, ThreadWork, Work
 
@@ -45,6 +45,7 @@ class GroupBackend(ABC):
         self.size = size
         self.timeout = timeout
         self._issued = 0
+        self._note = ""
         self._monitored = 0
         self._lane = _Lane()
 
@@ -98,6 +99,22 @@ class GroupBackend(ABC):
     def sequence_number(self) -> int:
         """Return how many collectives this rank has issued."""
         return self._issued
+
+    def note(self, text: str) -> None:
+        """Leave a text where the others can read it, also while this rank hangs."""
+        self._note = text
+
+    def notes(self) -> list[str]:
+        """Return what each rank has noted last, "" where there is nothing or no way to it."""
+        return [self._note if rank == self.rank else "" for rank in range(self.size)]
+
+    def history(self) -> list[dict[str, Any]]:
+        """Return the last operations of this rank, the oldest first, if the transport keeps them.
+
+        Each has ``kind`` ("collective" or "message"), ``sequence``, ``op``, ``state``, ``site`` and
+        the monotonic ``posted_ns`` and ``finished_ns`` (0: not yet), and what else is known of it.
+        """
+        return []
 
     def coalesce(self, calls: Sequence[Call], *, async_op: bool = False) -> Work | None:
         """Run ``(method name, arguments)`` calls in order, as one operation."""
@@ -234,9 +251,11 @@ class GroupBackend(ABC):
         # Words carry the number of their barrier, so that those of one given up mislead nobody.
         self._monitored += 1
         if self.rank != 0:
+            hello = torch.tensor([self._monitored, 1])
             try:
-                self.send(torch.tensor([self._monitored, 1]), 0, _MONITOR, timeout=deadline.left())
-                passed = self._hear(0, deadline)
+                with expected():
+                    self.send(hello, 0, _MONITOR, timeout=deadline.left())
+                    passed = self._hear(0, deadline)
             except DistBackendError as error:
                 raise type(error)(f"{self._lost_monitor()}\n{error}") from error
             if not passed:
@@ -245,7 +264,8 @@ class GroupBackend(ABC):
         missing: dict[int, DistBackendError] = {}
         for peer in range(1, self.size):
             try:
-                self._hear(peer, deadline)
+                with expected():
+                    self._hear(peer, deadline)
             except DistBackendError as error:
                 missing[peer] = error
                 if not wait_all_ranks:

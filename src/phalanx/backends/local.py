@@ -46,7 +46,7 @@ def create(options: BackendOptions, pg_options: object = None) -> LocalBackend:
         if creator:
             options.store.set("board", f"{_GIVEN_UP}{error}")
         raise
-    return LocalBackend(group, roster, members[options.group_rank], options)
+    return LocalBackend(group, roster, members, options)
 
 
 def _roster(options: BackendOptions) -> tuple[_native.Roster, bool]:
@@ -127,12 +127,17 @@ class LocalBackend(GroupBackend):
     name: ClassVar[str] = "phalanx"
 
     def __init__(
-        self, group: _native.Group, roster: _native.Roster, member: int, options: BackendOptions
+        self,
+        group: _native.Group,
+        roster: _native.Roster,
+        members: Sequence[int],
+        options: BackendOptions,
     ) -> None:
         self._group = group
         super().__init__(options.group_rank, options.group_size, options.timeout)
         self._roster = roster
-        self._member = member
+        self._members = members
+        self._member = members[options.group_rank]
         _open_backends.add(self)
 
     @property
@@ -163,8 +168,14 @@ class LocalBackend(GroupBackend):
     def sequence_number(self) -> int:
         return self._group.sequence
 
+    def note(self, text: str) -> None:
+        self._roster.note(self._member, text)
+
+    def notes(self) -> list[str]:
+        notes = self._roster.notes()
+        return [notes[member] for member in self._members]
+
     def history(self) -> list[dict[str, Any]]:
-        """Return this rank's last operations on the group, oldest first."""
         return self._group.history()
 
     def coalesce(self, calls: Sequence[Call], *, async_op: bool = False) -> Work | None:

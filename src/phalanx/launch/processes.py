@@ -20,12 +20,14 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from phalanx import bystanders, world
+from phalanx import bystanders, logs, world
 from phalanx.errors import DistError
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle
 from phalanx.stores import FileStore
 
 T = TypeVar("T")
+
+_log = logs.area("launch")
 
 # Asks a rank to write down where each of its threads stands.
 _DUMP_STACKS = signal.SIGUSR2
@@ -94,6 +96,7 @@ class _Rank:
         )
         self.process.start()
         sender.close()
+        _log.info("started rank %d of %d as pid %d", rank, job.size, self.process.pid or 0)
 
     def receive(self) -> Any:
         """Return the result of the rank or its Failure, once there is one or the process ended."""
@@ -151,6 +154,7 @@ def _run(job: _Job, deadline: float | None, patient: bool) -> tuple[list[Any], l
                 if not isinstance(outcome, Failure):
                     results[rank.rank] = outcome
                     continue
+                _log.info("rank %d failed: %s", rank.rank, outcome)
                 failures.append(outcome)
                 if not patient:
                     limit = min(limit, outcome.when + GRACE)

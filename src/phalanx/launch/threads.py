@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import queue
 import sys
 import threading
@@ -16,11 +17,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from phalanx import random, world
+from phalanx import bystanders, logs, random, world
+from phalanx.debug import watch
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle
 from phalanx.stores import HashStore
 
 T = TypeVar("T")
+
+_log = logs.area("launch")
 
 
 def run_threads(
@@ -60,7 +64,7 @@ def run_threads(
             world.destroy_process_group()
         return result
 
-    with _ranks_are_known():
+    with _ranks_are_known(), watch.listening():
         threads = _Threads(live, [_Rank(rank, rng) for rank in range(size)])
         threads.run(deadline, return_exceptions)
     return settle(threads.results, threads.failures, return_exceptions)
@@ -134,6 +138,7 @@ class _Threads:
                 self.running[rank.rank] = thread
                 with _nobody():
                     thread.start()
+            _log.info("started %d ranks as threads of pid %d", len(self.ranks), os.getpid())
             self._wait()
             if self.running and (patient or not self.failures):
                 self.failures += overdue(self._stacks(), len(self.ranks), deadline or 0)
@@ -151,6 +156,7 @@ class _Threads:
             pass
         except BaseException as error:
             failure = Failure(rank.rank, as_error(error))
+            _log.info("rank %d failed: %s", rank.rank, failure)
             self.failures.append(failure)
             if not patient:
                 self.limit = min(self.limit, failure.when + GRACE)
@@ -208,7 +214,7 @@ _submit = ThreadPoolExecutor.submit
 def _start_as_rank(self: threading.Thread) -> None:
     """Start a thread that belongs to the rank of the thread that starts it."""
     rank: _Rank | None = getattr(_here, "rank", None)
-    if rank is not None:
+    if rank is not None and not bystanders.includes(self):
         run = self.run
         ended = rank.one_more_thread()
 

@@ -7,10 +7,12 @@ import threading
 import time
 import weakref
 
-from phalanx import _native
+from phalanx import _native, logs
 from phalanx.errors import StoreTimeout
 from phalanx.stores.base import DEFAULT_TIMEOUT, Timeout, seconds
 from phalanx.stores.core import CoreStore
+
+_log = logs.area("store")
 
 SECRET_VARIABLE = "PHALANX_SECRET"
 
@@ -65,9 +67,12 @@ class TCPStore(CoreStore):
             fd = -1 if master_listen_fd is None else master_listen_fd
             self._server = _serve(host_name, port, secret, fd, multi_tenant)
             port = self._server.port
+            _log.info("serving a store at %s:%d", host_name, port)
         self._port = port
+        _log.debug("connecting to the store at %s:%d", host_name, port)
         super().__init__(_native.StoreClient(host_name, port, secret, seconds(timeout)))
         self._seconds = seconds(timeout)
+        _log.info("connected to the store at %s:%d", host_name, port)
         if wait_for_workers and world_size is not None and world_size > 0:
             self._gather(world_size, is_master)
 
