@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +19,7 @@ import phalanx as dist
 from phalanx.testing import run_ranks
 
 LARGE = 500_000  # elements of a message that waits for its receiver
-LATE = 1.2  # seconds after which a deadlock would long have been found
+LATE = 0.8  # seconds after which a deadlock would long have been found
 PROGRAMS = int(os.environ.get("PHALANX_TRIALS", "40"))
 
 both = pytest.mark.parametrize("ranks", ["threads", "processes"])
@@ -60,9 +61,8 @@ def crossed_send() -> None:
     dist.send(torch.empty(LARGE), 1 - dist.get_rank())
 
 
-@both
-def test_two_that_send_large_messages_to_each_other(ranks: str) -> None:
-    _deadlocks(crossed_send, 2, {"send", f"float32[{LARGE}]"}, ranks)
+def test_two_that_send_large_messages_to_each_other() -> None:
+    _deadlocks(crossed_send, 2, {"send", f"float32[{LARGE}]"})
 
 
 def opposite_order() -> None:
@@ -92,9 +92,8 @@ def sends_into_a_collective() -> None:
         dist.recv(torch.empty(1), 0)
 
 
-@both
-def test_a_large_send_to_one_that_is_in_a_collective_of_another_group(ranks: str) -> None:
-    _deadlocks(sends_into_a_collective, 3, {"send", "broadcast", "recv"}, ranks)
+def test_a_large_send_to_one_that_is_in_a_collective_of_another_group() -> None:
+    _deadlocks(sends_into_a_collective, 3, {"send", "broadcast", "recv"})
 
 
 def never_reaches_the_barrier() -> None:
@@ -154,9 +153,36 @@ def receives_from_anybody() -> None:
     dist.barrier()
 
 
+def test_a_receive_from_any_source_while_all_others_wait() -> None:
+    _deadlocks(receives_from_anybody, 3, {"recv", "barrier"})
+
+
+def receives_from_those_that_are_left() -> None:
+    if dist.get_rank() == 0:
+        dist.recv(torch.empty(1), 1)
+    elif dist.get_rank() == 1:
+        dist.recv(torch.empty(1))
+
+
+def test_a_receive_from_any_source_when_some_have_left() -> None:
+    _deadlocks(receives_from_those_that_are_left, 3, {"recv"}, stuck={0, 1})
+
+
+def drops_a_work() -> None:
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)  # the end of the rank waits for it
+    else:
+        dist.recv(torch.empty(1), 0)
+
+
 @both
-def test_a_receive_from_any_source_while_all_others_wait(ranks: str) -> None:
-    _deadlocks(receives_from_anybody, 3, {"recv", "barrier"}, ranks)
+def test_a_rank_that_waits_for_its_groups_to_be_destroyed(ranks: str) -> None:
+    results = run_ranks(
+        drops_a_work, 2, ranks=ranks, timeout=30, group_timeout=20, return_exceptions=True
+    )
+    assert isinstance(results[1], dist.Deadlock)
+    assert ranks_named(str(results[1])) == {0, 1}
+    assert "all_reduce" in str(results[1])
 
 
 def some_make_a_group() -> None:
@@ -249,9 +275,8 @@ def goes_on_afterwards() -> None:
     work.wait()
 
 
-@both
-def test_messages_go_on_after_a_deadlock(ranks: str) -> None:
-    run_ranks(goes_on_afterwards, 2, ranks=ranks, timeout=30)
+def test_messages_go_on_after_a_deadlock() -> None:
+    run_ranks(goes_on_afterwards, 2, timeout=30)
 
 
 def goes_on_with_collectives() -> None:
@@ -318,6 +343,23 @@ def test_a_rank_with_a_thread_that_may_act_is_waited_for(ranks: str) -> None:
     run_ranks(_helper_acts, 2, ranks=ranks, timeout=30)
 
 
+def _pool_acts() -> None:
+    peer = 1 - dist.get_rank()
+
+    def act() -> None:
+        time.sleep(LATE)
+        dist.send(torch.ones(1), peer)
+
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(act)
+        dist.recv(torch.empty(1), peer)
+        sent.result()
+
+
+def test_a_rank_with_a_task_in_a_pool_is_waited_for() -> None:
+    run_ranks(_pool_acts, 2, timeout=30)
+
+
 def _others_complete_late() -> None:
     rank = dist.get_rank()
     group = dist.new_group([0, 1])
@@ -359,9 +401,8 @@ def _works_move_by_themselves() -> None:
     assert totals.tolist() == [2, 2]
 
 
-@both
-def test_works_move_by_themselves(ranks: str) -> None:
-    run_ranks(_works_move_by_themselves, 2, ranks=ranks, timeout=30)
+def test_works_move_by_themselves() -> None:
+    run_ranks(_works_move_by_themselves, 2, timeout=30)
 
 
 def _spins() -> None:
@@ -474,9 +515,8 @@ def _joins_a_waiting_thread() -> None:
     dist.barrier()
 
 
-@both
-def test_a_thread_that_waits_in_python_might_act(ranks: str) -> None:
-    run_ranks(_joins_a_waiting_thread, 2, ranks=ranks, group_timeout=1.5, timeout=30)
+def test_a_thread_that_waits_in_python_might_act() -> None:
+    run_ranks(_joins_a_waiting_thread, 2, group_timeout=1.5, timeout=30)
 
 
 @pytest.mark.parametrize("number", range(PROGRAMS))
