@@ -104,6 +104,11 @@ class Engine {
     nb::gil_scoped_release unlock;
     board_->attend(group_.rank(), creator, site_, group_.timeout);
   }
+  std::string describe(int rank) const {
+    std::string end = board_->obituary(rank, true);
+    return end.empty() ? describe_absent(*board_, {&rank, 1}).substr(3) : end;  // "\n  rank ..."
+  }
+
   void measure(bool compares, bool records) {
     group_.compares = compares;
     group_.records = records;
@@ -479,6 +484,8 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("ticket", &Engine::ticket)
       .def_prop_ro("sequence", &Engine::sequence)
       .def_prop_rw("timeout", &Engine::timeout, &Engine::set_timeout)
+      .def("describe", &Engine::describe, nb::arg("rank"),
+           "How a rank of the group has ended, or what it does.")
       .def("measure", &Engine::measure, nb::arg("compares"), nb::arg("records"),
            "Do without checks and records, to measure what they cost.")
       .def("history", &Engine::history, "This rank's last operations on the group, oldest first.")

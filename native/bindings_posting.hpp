@@ -3,13 +3,24 @@
 
 #include <nanobind/nanobind.h>
 
-#include <algorithm>
-#include <vector>
+#include <string_view>
 
 #include "kernels.hpp"
 #include "layout.hpp"
 
 namespace phalanx {
+
+// Text may have been cut in the middle of a character.
+inline nanobind::object as_str(std::string_view text) {
+  return nanobind::steal(PyUnicode_DecodeUTF8(text.data(), Py_ssize_t(text.size()), "replace"));
+}
+
+// Of the tensor that the operation was called with.
+inline uint64_t byte_count(const Posting& posting) {
+  uint64_t bytes = posting.op == Op::Barrier ? 0 : item_size(posting.dtype);
+  for (int i = 0; i < posting.ndim; ++i) bytes *= uint64_t(posting.shape[i]);
+  return bytes;
+}
 
 inline nanobind::dict as_dict(const Posting& posting) {
   namespace nb = nanobind;
@@ -20,46 +31,24 @@ inline nanobind::dict as_dict(const Posting& posting) {
     return rank < 0 ? nb::object(nb::none()) : nb::object(nb::int_(rank));
   };
   nb::list shape;
-  uint64_t elements = 1;
-  for (int i = 0; i < posting.ndim; ++i) {
-    shape.append(posting.shape[i]);
-    elements *= uint64_t(posting.shape[i]);
-  }
-  const bool barrier = posting.op == Op::Barrier;
+  for (int i = 0; i < posting.ndim; ++i) shape.append(posting.shape[i]);
   nb::dict entry;
   entry["kind"] = message ? "message" : "collective";
   entry["sequence"] = posting.sequence;
   entry["op"] = name(posting.op);
-  entry["api"] = posting.api;
-  entry["dtype"] = barrier ? "" : name(posting.dtype);
+  entry["api"] = as_str(posting.api);
+  entry["dtype"] = posting.op == Op::Barrier ? "" : name(posting.dtype);
   entry["shape"] = shape;
   entry["reduce"] = reduces ? nb::object(nb::str(name(posting.reduce))) : nb::object(nb::none());
   entry["root"] = message ? nb::object(nb::none()) : known(posting.root);
   entry["peer"] = message ? known(posting.root) : nb::object(nb::none());
   entry["tag"] = message ? nb::object(nb::int_(posting.tag)) : nb::object(nb::none());
-  entry["bytes"] = barrier ? 0 : elements * item_size(posting.dtype);
-  entry["site"] = posting.site;
+  entry["bytes"] = byte_count(posting);
+  entry["site"] = as_str(posting.site);
   entry["state"] = name(posting.stage_reached);
   entry["posted_ns"] = posting.posted_ns;
   entry["finished_ns"] = posting.finished_ns;
   return entry;
-}
-
-// What a seat remembers, oldest first. Another rank's seat may be written meanwhile, so each
-// posting is copied, and left out if it is not what its place says.
-inline std::vector<Posting> history_of(const Seat& seat) {
-  std::vector<Posting> found;
-  auto collect = [&](const Posting* ring, uint64_t newest) {
-    for (uint64_t number = newest > kHistory ? newest - kHistory + 1 : 1; number <= newest;
-         ++number)
-      if (Posting copy = Posting::glance(ring[number % kHistory]); copy.sequence == number)
-        found.push_back(copy);
-  };
-  collect(seat.history, seat.newest.load(std::memory_order_acquire));
-  collect(seat.messages, seat.newest_message.load(std::memory_order_acquire));
-  std::stable_sort(found.begin(), found.end(),
-                   [](const Posting& a, const Posting& b) { return a.posted_ns < b.posted_ns; });
-  return found;
 }
 
 inline nanobind::list as_list(const Seat& seat) {

@@ -38,7 +38,7 @@ Board::Board(std::shared_ptr<Roster> roster, std::vector<int> members,
 std::shared_ptr<Board> Board::create(std::shared_ptr<Roster> roster, std::vector<int> members,
                                      const std::string& name, const std::string& site) {
   BoardLayout layout(members.size());
-  auto region = Region::create(layout.end, roster->threads());
+  auto region = Region::create(layout.end, roster->threads(), Content::Board);
   auto& header = *reinterpret_cast<BoardHeader*>(region->data());
   header.roster = roster->id();
   header.size = uint32_t(members.size());

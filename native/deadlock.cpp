@@ -14,8 +14,8 @@ std::atomic<ThreadCount> thread_count{nullptr};
 // Looks all at one moment at who waits for whom, then reasons about it.
 class Search {
  public:
-  explicit Search(const Roster& roster) : roster_(roster), ranks_(size_t(roster.size())) {
-    for (int rank = 0; rank < roster.size(); ++rank) look_at(rank);
+  explicit Search(std::span<const Member> members) : members_(members), ranks_(members.size()) {
+    for (size_t rank = 0; rank < members.size(); ++rank) look_at(rank);
   }
 
   // The waits of the ranks that cannot move, empty if there are none.
@@ -50,15 +50,15 @@ class Search {
     std::vector<BlockedWait> waits;
   };
 
-  void look_at(int number) {
+  void look_at(size_t number) {
     Rank& rank = ranks_[number];
-    const Member& member = roster_.member(number);
+    const Member& member = members_[number];
     rank.ended = member.presence > Presence::Here;
     if (member.presence != Presence::Here || member.unseen > 0) return;
     int threads = 0, lanes = 0;
     for (const Wait& wait : member.waits) {
       if (!wait.taken.load(std::memory_order_acquire)) continue;
-      BlockedWait found{number, const_cast<Wait*>(&wait), {}};
+      BlockedWait found{int(number), const_cast<Wait*>(&wait), {}};
       if (!wait.facts.read(found.facts) || !found.facts.blocked) return;
       ++(found.facts.lane ? lanes : threads);
       rank.waits.push_back(found);
@@ -73,8 +73,8 @@ class Search {
     return std::any_of(rank.waits.begin(), rank.waits.end(), [&](const BlockedWait& wait) {
       if (wait.facts.own) return false;
       bool stuck = false, free = false, ended = false;
-      for (int peer = 0; peer < roster_.size(); ++peer)
-        if (wait.facts.needs.has(peer))
+      for (size_t peer = 0; peer < members_.size(); ++peer)
+        if (wait.facts.needs.has(int(peer)))
           (ranks_[peer].blocked ? stuck : ranks_[peer].ended ? ended : free) = true;
       // Whoever needs one that has ended is told so, and goes on.
       return wait.facts.any ? free || !stuck : ended || !stuck;
@@ -84,7 +84,7 @@ class Search {
   bool unchanged(const std::vector<BlockedWait>& waits) const {
     for (auto& rank : ranks_)
       if (rank.blocked &&
-          roster_.member(int(&rank - ranks_.data())).changed_ns.load() != rank.changed_ns)
+          members_[size_t(&rank - ranks_.data())].changed_ns.load() != rank.changed_ns)
         return false;
     return std::all_of(waits.begin(), waits.end(), [](const BlockedWait& seen) {
       WaitFacts now;
@@ -93,7 +93,7 @@ class Search {
     });
   }
 
-  const Roster& roster_;
+  std::span<const Member> members_;
   std::vector<Rank> ranks_;
 };
 
@@ -109,7 +109,7 @@ void tell(const Roster& roster, const std::vector<BlockedWait>& waits) {
     uint32_t number = before / 2 + 1;
     DeadlockReport& report = roster.header().reports[number % 4];
     report.number = 0;
-    std::string text = deadlock_report(roster, waits);
+    std::string text = deadlock_report(size_t(roster.size()), waits);
     report.length = uint32_t(text.copy(report.text, sizeof report.text));
     report.number = number;
     for (auto& found : waits) {
@@ -129,6 +129,11 @@ bool awaits_verdict(const Roster& roster, int rank) {
     WaitFacts facts;
     return wait.taken && wait.doom && wait.facts.read(facts) && wait.doom == facts.since_ns;
   });
+}
+
+std::vector<BlockedWait> find_deadlock(std::span<const Member> members) {
+  if (members.size() > size_t(kMostRanks)) return {};
+  return Search(members).stuck();
 }
 
 void set_thread_count(ThreadCount count) { thread_count.store(count); }
@@ -202,7 +207,8 @@ std::optional<std::string> Waiter::update(WaitFacts facts) {
   facts.since_ns = since_ns_;
   wait_->facts.write(facts);
   if (may_be_stuck(facts))
-    if (auto waits = Search(roster_).stuck(); !waits.empty()) tell(roster_, waits);
+    if (auto waits = find_deadlock({&roster_.member(0), size_t(roster_.size())}); !waits.empty())
+      tell(roster_, waits);
   return verdict();
 }
 

@@ -12,11 +12,18 @@
 #pragma once
 
 #include <optional>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "roster.hpp"
 
 namespace phalanx {
+
+struct BlockedWait;
+
+// The waits of ranks of a world that wait for each other for ever; none if there are no such.
+std::vector<BlockedWait> find_deadlock(std::span<const Member> members);
 
 // One thread that waits. Not shown before its first update, so short waits cost nothing.
 class Waiter {

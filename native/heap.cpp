@@ -11,9 +11,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "failure.hpp"
+#include "layout.hpp"
 #include "process.hpp"
 
 namespace phalanx {
@@ -22,12 +24,6 @@ namespace {
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kHuge = 2 << 20;
 constexpr char kMagic[8] = {'P', 'H', 'A', 'L', 'A', 'N', 'X', '1'};
-
-// The first page of every heap: lets a peer, or a tool, be sure of what it has mapped.
-struct HeapHeader {
-  char magic[8];
-  uint64_t nonce;
-};
 
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -46,7 +42,33 @@ bool fill(int fd, uint64_t start, uint64_t length) {
 
 std::string errno_text() { return std::strerror(errno); }
 
+int open_file(const HeapAddress& heap) {
+  char path[64];
+  std::snprintf(path, sizeof path, "/proc/%d/fd/%d", heap.pid, heap.fd);
+  return ::open(path, O_RDWR | O_CLOEXEC);
+}
+
 }  // namespace
+
+bool HeapHeader::is_valid() const { return std::memcmp(magic, kMagic, sizeof kMagic) == 0; }
+
+uint32_t HeapHeader::list(uint64_t id, Content content, uint64_t offset, uint64_t bytes) {
+  uint32_t place = 0;
+  while (place < kEntries && entries[place].id != 0) ++place;
+  if (place == kEntries) {
+    unlisted.fetch_add(1);
+    return place;
+  }
+  entries[place].offset = offset;
+  entries[place].bytes = bytes;
+  entries[place].content = content;
+  entries[place].id = id;
+  return place;
+}
+
+void HeapHeader::unlist(uint32_t place) {
+  if (place < kEntries) entries[place].id = 0;
+}
 
 std::shared_ptr<Heap> Heap::mine() {
   static std::mutex mutex;
@@ -92,7 +114,8 @@ Heap::Heap() {
     throw Failure(Kind::Backend, "getrandom: " + errno_text());
   free_[0] = size;
   auto* header = reinterpret_cast<HeapHeader*>(allocate(sizeof(HeapHeader)));
-  header->nonce = address_.nonce;
+  header->layout = kLayout;
+  header->address = address_;
   std::memcpy(header->magic, kMagic, sizeof kMagic);
 }
 
@@ -101,14 +124,14 @@ Heap::~Heap() {
   ::close(address_.fd);
 }
 
-std::byte* Heap::allocate(size_t bytes) {
+std::byte* Heap::allocate(size_t bytes, bool filled) {
   uint64_t length = round_up(bytes ? bytes : 1, kPage);
   uint64_t unit = length >= kHuge ? kHuge : kPage;
   std::lock_guard lock(mutex_);
   for (auto gap = free_.begin(); gap != free_.end(); ++gap) {
     uint64_t start = round_up(gap->first, unit), end = gap->first + gap->second;
     if (start + length > end) continue;
-    if (!fill(address_.fd, start, length)) {
+    if (filled && !fill(address_.fd, start, length)) {
       int code = errno;
       ::fallocate(address_.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, off_t(start),
                   off_t(length));
@@ -122,7 +145,8 @@ std::byte* Heap::allocate(size_t bytes) {
     if (start + length < end) free_[start + length] = end - start - length;
     used_[start] = length;
 #ifdef MADV_POPULATE_WRITE
-    ::madvise(base_ + start, length, MADV_POPULATE_WRITE);  // one call instead of a fault per page
+    // One call instead of a fault per page.
+    if (filled) ::madvise(base_ + start, length, MADV_POPULATE_WRITE);
 #endif
     return base_ + start;
   }
@@ -165,45 +189,49 @@ size_t Heap::used() const {
   return total;
 }
 
-std::shared_ptr<HeapView> HeapView::open(const HeapAddress& address) {
+std::shared_ptr<HeapView> HeapView::open(const HeapAddress& address, bool show) {
   static std::mutex mutex;
   static auto& views = *new std::map<std::pair<int32_t, uint64_t>, std::weak_ptr<HeapView>>;
   std::lock_guard lock(mutex);
   auto& known = views[{address.pid, address.nonce}];
-  if (auto view = known.lock()) return view;
-
-  char path[64];
-  std::snprintf(path, sizeof path, "/proc/%d/fd/%d", address.pid, address.fd);
-  int fd = ::open(path, O_RDWR | O_CLOEXEC);
+  if (auto view = known.lock()) {
+    if (show && view->fd_ < 0) view->fd_ = open_file(address);
+    return view;
+  }
+  int fd = open_file(address);
   if (fd < 0)
     throw Failure(Kind::Backend,
                   "cannot reach the shared memory of process " + std::to_string(address.pid) +
-                      ": " + path + ": " + errno_text() +
+                      ": " + errno_text() +
                       " (ranks on one machine must run as one user in one pid namespace)");
   struct stat info{};
   void* base = MAP_FAILED;
   if (::fstat(fd, &info) == 0 && uint64_t(info.st_size) == address.size)
     base = ::mmap(nullptr, address.size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  ::close(fd);
-  auto* header = static_cast<HeapHeader*>(base);
-  if (base == MAP_FAILED || std::memcmp(header->magic, kMagic, sizeof kMagic) != 0 ||
-      header->nonce != address.nonce) {
-    if (base != MAP_FAILED) ::munmap(base, address.size);
+  if (!show || base == MAP_FAILED) ::close(std::exchange(fd, -1));
+  std::shared_ptr<HeapView> view;
+  if (base != MAP_FAILED) view.reset(new HeapView(static_cast<std::byte*>(base), address.size, fd));
+  if (!view || !view->header().is_valid() || view->header().address.nonce != address.nonce)
     throw Failure(Kind::Backend, "process " + std::to_string(address.pid) +
                                      " is not the peer that was announced (it may have ended)");
-  }
+  if (view->header().layout != kLayout)
+    throw Failure(Kind::Backend, "process " + std::to_string(address.pid) +
+                                     " runs another version of Phalanx than this one, process " +
+                                     std::to_string(::getpid()));
   ::madvise(base, address.size, MADV_HUGEPAGE);
   std::erase_if(views, [](auto& entry) { return entry.second.expired(); });
-  std::shared_ptr<HeapView> view(new HeapView(static_cast<std::byte*>(base), address.size));
   views[{address.pid, address.nonce}] = view;
   return view;
 }
 
-HeapView::~HeapView() { ::munmap(base_, size_); }
+HeapView::~HeapView() {
+  ::munmap(base_, size_);
+  if (fd_ >= 0) ::close(fd_);
+}
 
-Block Block::shared(size_t bytes) {
+Block Block::shared(size_t bytes, bool filled) {
   auto heap = Heap::mine();
-  std::byte* data = heap->allocate(bytes);
+  std::byte* data = heap->allocate(bytes, filled);
   return Block({data, [heap](std::byte* block) { heap->release(block); }}, bytes);
 }
 

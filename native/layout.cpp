@@ -1,5 +1,7 @@
 #include "layout.hpp"
 
+#include <algorithm>
+
 #include "kernels.hpp"
 
 namespace phalanx {
@@ -53,6 +55,21 @@ std::string Posting::describe() const {
   if (parts) text += " [" + std::to_string(part) + " of " + std::to_string(parts) + "]";
   if (api[0] && std::strcmp(api, name(op)) != 0) text += std::string(" for ") + api;
   return text;
+}
+
+std::vector<Posting> history_of(const Seat& seat) {
+  std::vector<Posting> found;
+  auto collect = [&](const Posting* ring, uint64_t newest) {
+    for (uint64_t back = std::min<uint64_t>(newest, kHistory); back-- > 0;) {
+      Posting copy = Posting::glance(ring[(newest - back) % kHistory]);
+      if (copy.sequence == newest - back) found.push_back(copy);
+    }
+  };
+  collect(seat.history, seat.newest.load(std::memory_order_acquire));
+  collect(seat.messages, seat.newest_message.load(std::memory_order_acquire));
+  std::stable_sort(found.begin(), found.end(),
+                   [](const Posting& a, const Posting& b) { return a.posted_ns < b.posted_ns; });
+  return found;
 }
 
 }  // namespace phalanx

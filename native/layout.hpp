@@ -5,8 +5,10 @@
 #include <sched.h>
 
 #include <atomic>
+#include <cstddef>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "heap.hpp"
 #include "types.hpp"
@@ -271,7 +273,8 @@ struct Note {
 struct Member {
   std::atomic<Presence> presence;
   HeapAddress heap;
-  uint64_t base;  // of its heap in its own address space
+  uint64_t base;   // of its heap in its own address space
+  int32_t thread;  // that joined, by the system's number
   cpu_set_t cores;
   char host[64];
   std::atomic<int32_t> signal;    // that it is dying of
@@ -305,7 +308,22 @@ struct RosterHeader {
   DeadlockReport reports[4];            // the last few, by number
 };
 
+// Tells apart builds that lay out differently what is described here.
+constexpr uint64_t kLayout = [] {
+  uint64_t hash = 1;  // to be raised when something changes its meaning and not its size
+  for (uint64_t size :
+       {sizeof(HeapHeader), sizeof(RosterHeader), sizeof(Member), offsetof(Member, waits),
+        sizeof(Wait), sizeof(WaitFacts), sizeof(BoardHeader), sizeof(Seat), sizeof(Line),
+        offsetof(Seat, newest), sizeof(Posting), offsetof(Posting, site), sizeof(Cell), kSlot})
+    hash = (hash ^ size) * 0x100000001b3;
+  return hash;
+}();
+
 uint64_t mix(uint64_t hash, uint64_t value);
+
+// What a seat remembers, oldest first. Another rank's seat may be written meanwhile, so each
+// posting is copied, and left out if it is not what its place says.
+std::vector<Posting> history_of(const Seat& seat);
 
 inline Member* members_of(RosterHeader* roster) { return reinterpret_cast<Member*>(roster + 1); }
 

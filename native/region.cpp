@@ -14,15 +14,7 @@
 namespace phalanx {
 namespace {
 
-// Every region starts with who it is and how many ranks have it open. The memory of a region that
-// all have closed may be anything by now: then the id is another.
-struct Head {
-  std::atomic<uint64_t> id;
-  std::atomic<uint32_t> users;
-};
-constexpr size_t kHead = 64;
-
-Head& head(std::byte* base) { return *reinterpret_cast<Head*>(base); }
+RegionHead& head(std::byte* base) { return *reinterpret_cast<RegionHead*>(base); }
 
 uint64_t new_id() {
   uint64_t id = 0;
@@ -43,7 +35,7 @@ struct Remains {
 // Regions of this process: those open to its threads, by number, and the remains of closed ones.
 struct Registry {
   std::mutex mutex;
-  std::map<uint64_t, Block> plain;
+  std::map<uint64_t, Block> threads;
   std::list<Remains> closed;
 
   void sweep() {
@@ -58,25 +50,30 @@ Registry& registry() {
 
 }  // namespace
 
-std::shared_ptr<Region> Region::create(size_t bytes, bool threads) {
+std::shared_ptr<Region> Region::create(size_t bytes, bool threads, Content content) {
   std::shared_ptr<Region> region(new Region);
   region->threads_ = threads;
-  region->block_ = threads ? Block::plain(kHead + bytes) : Block::shared(kHead + bytes);
+  // Threads may make very many small worlds, and use little of them.
+  region->block_ = Block::shared(kRegionHead + bytes, !threads);
   region->id_ = new_id();
   std::lock_guard lock(registry().mutex);
   registry().sweep();
+  auto heap = Heap::mine();
+  const uint64_t offset = heap->offset(region->block_.data());
   std::ostringstream ticket;
   if (threads) {
-    registry().plain[region->id_] = region->block_;
+    registry().threads[region->id_] = region->block_;
     ticket << "threads " << region->id_;
   } else {
-    const HeapAddress& heap = Heap::mine()->address();
-    ticket << "processes " << region->id_ << ' ' << heap.pid << ' ' << heap.fd << ' ' << heap.nonce
-           << ' ' << heap.size << ' ' << Heap::mine()->offset(region->block_.data());
+    const HeapAddress& address = heap->address();
+    ticket << "processes " << region->id_ << ' ' << address.pid << ' ' << address.fd << ' '
+           << address.nonce << ' ' << address.size << ' ' << offset;
   }
   region->ticket_ = ticket.str();
   region->base_ = region->block_.data();
   head(region->base_).users = 1;
+  head(region->base_).place =
+      heap->header().list(region->id_, content, offset, kRegionHead + bytes);
   head(region->base_).id = region->id_;
   return region;
 }
@@ -89,9 +86,9 @@ std::shared_ptr<Region> Region::open(const std::string& ticket) {
   std::byte* base = nullptr;
   if (kind == "threads") {
     std::lock_guard lock(registry().mutex);
-    auto found = registry().plain.find(region->id_);
+    auto found = registry().threads.find(region->id_);
     region->threads_ = true;
-    if (found != registry().plain.end()) region->block_ = found->second;
+    if (found != registry().threads.end()) region->block_ = found->second;
     base = region->block_.data();
   } else {
     HeapAddress heap;
@@ -99,7 +96,7 @@ std::shared_ptr<Region> Region::open(const std::string& ticket) {
     fields >> heap.pid >> heap.fd >> heap.nonce >> heap.size >> offset;
     if (kind != "processes" || !fields)
       throw Failure(Kind::Backend, "not a region's ticket: '" + ticket + "'");
-    region->view_ = HeapView::open(heap);
+    region->view_ = HeapView::open(heap, true);
     base = region->view_->at(offset);
   }
   // Counted in only while somebody has it open: a region that has ended is not brought back.
@@ -117,8 +114,9 @@ Region::~Region() {
   if (!base_ || pid_ != ::getpid()) return;
   std::lock_guard lock(registry().mutex);
   if (--head(base_).users == 0) {
+    (view_ ? view_->header() : Heap::mine()->header()).unlist(head(base_).place);
     head(base_).id = 0;
-    if (threads_) registry().plain.erase(id_);
+    if (threads_) registry().threads.erase(id_);
   } else if (block_ || !parked_.empty()) {
     if (block_) parked_.push_back(std::make_shared<Block>(std::move(block_)));
     registry().closed.push_back({base_, id_, std::move(view_), std::move(parked_)});
@@ -131,6 +129,6 @@ void Region::park(std::shared_ptr<void> lent) {
   parked_.push_back(std::move(lent));
 }
 
-std::byte* Region::data() const { return base_ + kHead; }
+std::byte* Region::data() const { return base_ + kRegionHead; }
 
 }  // namespace phalanx

@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -13,9 +14,18 @@
 
 namespace phalanx {
 
+// Every region starts with who it is and how many ranks have it open. The memory of a region that
+// all have closed may be anything by now: then the id is another.
+struct RegionHead {
+  std::atomic<uint64_t> id;
+  std::atomic<uint32_t> users;
+  uint32_t place;  // in the heap's directory
+};
+constexpr size_t kRegionHead = 64;
+
 class Region {
  public:
-  static std::shared_ptr<Region> create(size_t bytes, bool threads);
+  static std::shared_ptr<Region> create(size_t bytes, bool threads, Content content);
   static std::shared_ptr<Region> open(const std::string& ticket);
   ~Region();
   Region(const Region&) = delete;

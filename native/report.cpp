@@ -220,7 +220,7 @@ std::string describe_absent(const Board& board, std::span<const int> ranks) {
   return text;
 }
 
-std::string deadlock_report(const Roster& roster, const std::vector<BlockedWait>& waits) {
+std::string deadlock_report(size_t world_size, const std::vector<BlockedWait>& waits) {
   std::set<int> stuck;
   for (auto& found : waits) stuck.insert(found.rank);
   auto needed = [&](const BlockedWait& found) {
@@ -230,8 +230,8 @@ std::string deadlock_report(const Roster& roster, const std::vector<BlockedWait>
     return ranks;
   };
   Table table;
-  std::vector<int> next(size_t(roster.size()), -1);
-  std::vector<bool> loose(size_t(roster.size()));
+  std::vector<int> next(world_size, -1);
+  std::vector<bool> loose(world_size);
   std::set<std::string> groups;
   bool all_receive = true, all_meet = true, sends = false, making = false;
   for (auto& found : waits) {

@@ -29,6 +29,6 @@ std::string mismatch_report(const Board& board, uint64_t sequence);
 std::string describe_absent(const Board& board, std::span<const int> ranks);
 
 // Who waits for whom, one line per wait, a cycle, and the likely reason.
-std::string deadlock_report(const Roster& roster, const std::vector<BlockedWait>& waits);
+std::string deadlock_report(size_t world_size, const std::vector<BlockedWait>& waits);
 
 }  // namespace phalanx

@@ -83,6 +83,12 @@ def in_heap(data: int, bytes: int) -> bool:
 def heap_used() -> int:
     """Return how many bytes are allocated in this process' shared heap."""
 
+def look_into(path: str) -> dict[str, Any]:
+    """Read what the ranks of a process show in its heap, a file in /proc."""
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Name these ranks, which are in rising order: "ranks 0-2, 5"."""
+
 class Roster:
     """Who is in a world: one record per rank in shared memory."""
 
@@ -153,6 +159,8 @@ class Group:
     @property
     def sequence(self) -> int: ...
     def attend(self, creator: bool) -> None: ...
+    def describe(self, rank: int) -> str:
+        """Say how a rank of the group has ended, or what it does."""
     def measure(self, compares: bool, records: bool) -> None:
         """Do without checks and records, to measure what they cost."""
     def history(self) -> list[dict[str, Any]]:

@@ -66,6 +66,7 @@ class ProcessGroup:
         self.ranks = list(ranks)
         self.group_ranks = {rank: index for index, rank in enumerate(self.ranks)}
         self.backend = self.transport = backend
+        backend.global_ranks = self.ranks
         self.config = config
         self._store = store
         self._rank = backend.rank

@@ -12,8 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from phalanx.backends import reduction
-from phalanx.errors import DistBackendError, PeerFailed, expected
+from phalanx.backends import monitored, reduction
 from phalanx.types import Deadline, ReduceOp
 from phalanx.work import JoinedWork, ThreadWork, Work
 
@@ -44,6 +43,7 @@ class GroupBackend(ABC):
         self.rank = rank
         self.size = size
         self.timeout = timeout
+        self.global_ranks = list(range(size))  # the group that it is made for says which they are
         self._issued = 0
         self._note = ""
         self._monitored = 0
@@ -95,6 +95,13 @@ class GroupBackend(ABC):
     def fail(self, reason: str) -> None:
         """Tell the other ranks that this one has failed, also on groups yet to be made."""
         self.abort(reason)
+
+    def describe(self, rank: int) -> str:
+        """Say how a rank of the group has ended, or what it does, as far as that is known.
+
+        A sentence that begins with "rank" and its number, or nothing.
+        """
+        return ""
 
     def sequence_number(self) -> int:
         """Return how many collectives this rank has issued."""
@@ -247,52 +254,11 @@ class GroupBackend(ABC):
     ) -> None:
         """Do a barrier in which rank 0 names who is missing: the first, or all of them."""
         limit = self.timeout if timeout is None else timeout
-        deadline = Deadline(limit)
-        # Words carry the number of their barrier, so that those of one given up mislead nobody.
         self._monitored += 1
-        if self.rank != 0:
-            hello = torch.tensor([self._monitored, 1])
-            try:
-                with expected():
-                    self.send(hello, 0, _MONITOR, timeout=deadline.left())
-                    passed = self._hear(0, deadline)
-            except DistBackendError as error:
-                raise type(error)(f"{self._lost_monitor()}\n{error}") from error
-            if not passed:
-                raise DistBackendError(self._lost_monitor())
-            return
-        missing: dict[int, DistBackendError] = {}
-        for peer in range(1, self.size):
-            try:
-                with expected():
-                    self._hear(peer, deadline)
-            except DistBackendError as error:
-                missing[peer] = error
-                if not wait_all_ranks:
-                    break
-        verdict = torch.tensor([self._monitored, not missing])
-        for peer in range(1, self.size):
-            # Also to those that are missing: they learn of it when they come.
-            if not isinstance(missing.get(peer), PeerFailed):
-                self.send(verdict, peer, _MONITOR, async_op=bool(missing))
-        if missing:
-            who = f"Rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            kind = type(next(iter(missing.values())))
-            told = "\n".join(str(error) for error in missing.values())
-            raise kind(f"Rank 0: {who} failed to pass monitoredBarrier within {limit:g} s\n{told}")
-
-    def _hear(self, peer: int, deadline: Deadline) -> bool:
-        """Wait for ``peer``'s word on the current monitored barrier; say whether it is good."""
-        word = torch.zeros(2, dtype=torch.int64)
-        while int(word[0]) != self._monitored:
-            self.recv(word, peer, _MONITOR, timeout=deadline.left())
-        return bool(word[1])
-
-    def _lost_monitor(self) -> str:
-        return (
-            f"Rank {self.rank} successfully reached monitoredBarrier, but received errors while "
-            "waiting for send/recv from rank 0: see the error of rank 0 for who is missing"
-        )
+        if self.rank == 0:
+            monitored.lead(self, self._monitored, _MONITOR, limit, wait_all_ranks)
+        else:
+            monitored.attend(self, self._monitored, _MONITOR, limit)
 
     # The derived algorithms. They run one at a time and talk in the collectives' own stream.
 

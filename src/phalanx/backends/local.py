@@ -165,6 +165,9 @@ class LocalBackend(GroupBackend):
         self._roster.leave(self._member)
         self._group.alarm()
 
+    def describe(self, rank: int) -> str:
+        return self._group.describe(rank)
+
     def sequence_number(self) -> int:
         return self._group.sequence
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 import time
 import traceback
@@ -9,10 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import phalanx
 from phalanx.errors import DistError, DistTimeout, PeerFailed
 
 # How long the others may take to end by themselves once a rank has failed.
 GRACE = 5.0
+
+_PACKAGE = os.path.dirname(os.path.abspath(phalanx.__file__)) + os.sep
 
 
 @dataclass(frozen=True)
@@ -35,6 +40,21 @@ class Failure:
         return f"{type(self.error).__name__}: {text}" if text else type(self.error).__name__
 
 
+def story(error: BaseException) -> str:
+    """Format an error as Python prints it, with frames of this package only if they may explain it.
+
+    What the package itself diagnoses is about the program that called it.
+    """
+    told = traceback.TracebackException.from_exception(error)
+    frames = list(told.stack)
+    while frames and frames[0].filename.startswith(_PACKAGE):
+        del frames[0]
+    while frames and isinstance(error, DistError) and frames[-1].filename.startswith(_PACKAGE):
+        del frames[-1]
+    told.stack = traceback.StackSummary.from_list(frames)
+    return "".join(told.format())
+
+
 def as_error(error: BaseException) -> BaseException:
     """Turn the wish of a rank to exit into an error: its launcher must not obey it."""
     if not isinstance(error, SystemExit):
@@ -48,7 +68,7 @@ def reason(failure: Failure) -> str:
     """Say how a rank failed, to its peers; what it only heard from another is passed on."""
     if failure.is_echo:
         return f"gave up because of another rank:\n{failure.error}"
-    text = failure.traceback or "".join(traceback.format_exception(failure.error))
+    text = failure.traceback or story(failure.error)
     return f"raised an exception\n{text.rstrip()}"
 
 
@@ -92,18 +112,35 @@ def spell(ranks: Iterable[int]) -> str:
 
 def _first(failures: list[Failure], size: int) -> BaseException:
     real = [failure for failure in failures if not failure.is_echo] or failures
-    first, *others = sorted(real, key=lambda failure: failure.when)
-    lines = [] if first.from_outside else [f"raised by rank {first.rank} of {size}"]
-    alike: dict[str, list[int]] = {}
-    for other in others:
-        if other.error is not first.error:
-            alike.setdefault(str(other), []).append(other.rank)
-    lines += [f"also failed: {spell(ranks)}: {what}" for what, ranks in alike.items()]
+    together, *others = _alike(real)
+    first = together[0]
+    lines = [] if first.from_outside else [f"raised by {_ranks(together)} of {size}"]
+    lines += [f"also failed: {_ranks(each)}: {each[0]}" for each in others]
+    if first.from_outside:  # it could not speak for itself: those who waited for it can
+        heard = _alike(failure for failure in failures if failure.is_echo)
+        lines += [f"seen by {_ranks(each)}: {each[0].error}" for each in heard]
     if first.traceback:
-        lines.append(f"on that rank:\n{first.traceback.rstrip()}")
+        said = "".join(traceback.format_exception_only(first.error))
+        lines.append(f"on rank {first.rank}:\n{first.traceback.removesuffix(said).rstrip()}")
     if lines:
         _label(first.error, "\n".join(lines))
     return first.error
+
+
+def _alike(failures: Iterable[Failure]) -> list[list[Failure]]:
+    """Sort failures by what happened, the earliest first, and each by rank."""
+    parties: dict[tuple[type, str], list[Failure]] = {}
+    for failure in sorted(failures, key=lambda failure: failure.when):
+        text = str(failure.error)
+        if isinstance(failure.error, DistError):
+            # The first line says what the rank itself did; times depend on when it was woken.
+            text = re.sub(r"\d+\.\d s", "", text.partition("\n")[2]) or text
+        parties.setdefault((type(failure.error), text), []).append(failure)
+    return [sorted(party, key=lambda failure: failure.rank) for party in parties.values()]
+
+
+def _ranks(failures: list[Failure]) -> str:
+    return spell(failure.rank for failure in failures)
 
 
 def _label(error: BaseException, text: str) -> None:

@@ -11,7 +11,6 @@ import signal
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from phalanx import bystanders, logs, world
 from phalanx.errors import DistError
-from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle
+from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle, story
 from phalanx.stores import FileStore
 
 T = TypeVar("T")
@@ -195,8 +194,7 @@ def _outcome(rank: int, job: _Job) -> bytes:
             world.destroy_process_group()
         return pickle.dumps(result)
     except BaseException as error:
-        text = "".join(traceback.format_exception(error))
-        failure = Failure(rank, as_error(error), text)
+        failure = Failure(rank, as_error(error), story(error))
         world.current_slot().fail(reason(failure))
         return _pickled(failure)
 

@@ -1,0 +1,423 @@
+"""Jobs of this machine seen from outside: nothing is asked of their ranks, nothing is written.
+
+A job is one world. Its ranks show in shared memory what they do and what they wait for; this
+module reads that memory, and what the system says of their processes, while they run or hang.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from phalanx import _native
+from phalanx.errors import DistBackendError
+
+_HEAP = "/memfd:phalanx-heap"
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+class JobNotFound(LookupError):
+    """No job, or more than one, is what was asked for."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What a thread of a rank waits for; shown once it has waited for about 50 ms."""
+
+    op: str
+    what: str  # "recv(float32[4], tag=0) from rank 1"
+    group: str
+    site: str
+    started_ns: int
+    needs: list[int]  # world ranks that must act
+    any: bool  # one of them is enough
+    blocked: bool  # nothing but they can end it, no timeout of the call either
+    lane: bool  # an asynchronous operation's thread, not the user's
+    own: bool  # for another thread of its own rank
+    making: bool  # for the others to make a group
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation as its rank announced it."""
+
+    kind: str  # "collective" or "message"
+    sequence: int
+    op: str
+    api: str
+    dtype: str
+    shape: list[int]
+    reduce: str | None
+    root: int | None
+    peer: int | None
+    tag: int | None
+    bytes: int
+    site: str
+    state: str  # "waiting", "done", "timed out", ...
+    posted_ns: int
+    finished_ns: int  # 0: not yet
+    text: str  # "all_reduce(float32[4], SUM)"
+    account: str  # the same with its number, place, state and age
+
+
+@dataclass(frozen=True)
+class Seat:
+    """What one rank has done in one group."""
+
+    present: bool
+    left: bool
+    clock: int
+    collectives: int
+    messages: int
+    collective: Operation | None  # the last one
+    message: Operation | None
+    collective_bytes: list[int]  # of the last few, oldest first
+    message_bytes: list[int]
+
+    @property
+    def last(self) -> Operation | None:
+        """The later of the last collective and the last message."""
+        made = [operation for operation in (self.collective, self.message) if operation]
+        return max(made, key=lambda operation: operation.posted_ns, default=None)
+
+
+@dataclass(frozen=True)
+class Group:
+    name: str
+    members: list[int]  # world ranks
+    seats: list[Seat]
+    broken: str  # why it cannot be used any more, if so
+
+    def seat(self, rank: int) -> Seat | None:
+        """Return the seat of a world rank."""
+        return self.seats[self.members.index(rank)] if rank in self.members else None
+
+
+@dataclass(frozen=True)
+class Rank:
+    rank: int
+    pid: int
+    thread: int
+    host: str
+    presence: str  # "absent", "joining", "here", "left", "failed"
+    signal: int  # that it was dying of
+    ended_ns: int
+    why: str  # how it failed, by its own word
+    waits: list[Wait]
+    alive: bool  # its process
+    state: str  # of its thread, as the system has it: R, S, D, T, ...; "" when gone
+    cpu_seconds: float
+
+    @property
+    def gone(self) -> bool:
+        """Its process has ended without a word."""
+        return self.presence in ("joining", "here") and not self.alive
+
+    @property
+    def stopped(self) -> bool:
+        return self.alive and self.state in ("T", "t")
+
+
+@dataclass(frozen=True)
+class Job:
+    id: str  # 16 hexadecimal digits; eight are shown
+    threads: bool
+    started_ns: int
+    seen_ns: int
+    deadlock: str  # who waits for whom for ever, if so
+    ranks: list[Rank]
+    groups: list[Group]
+
+    @property
+    def name(self) -> str:
+        return self.id[:8]
+
+    @property
+    def age(self) -> float:
+        return (self.seen_ns - self.started_ns) * 1e-9
+
+    @property
+    def pids(self) -> list[int]:
+        return sorted({rank.pid for rank in self.ranks if rank.pid})
+
+    @property
+    def over(self) -> bool:
+        return not any(r.alive and r.presence in ("joining", "here") for r in self.ranks)
+
+    @property
+    def command(self) -> str:
+        """The command line of the first rank, or of what started it by multiprocessing."""
+        pid = next((rank.pid for rank in self.ranks if rank.alive), 0)
+        lines = [_command(pid), *map(_command, _ancestors(pid))]
+        own = (line for line in lines if "from multiprocessing." not in line)
+        return next(own, lines[0])
+
+    def last_operation(self, rank: int) -> tuple[Group, Operation] | None:
+        """Return what a rank did last in any group."""
+        made = [
+            (group, seat.last)
+            for group in self.groups
+            if (seat := group.seat(rank)) is not None and seat.last is not None
+        ]
+        return max(made, key=lambda pair: pair[1].posted_ns, default=None)
+
+
+@dataclass
+class View:
+    """What a look around has shown."""
+
+    jobs: list[Job] = field(default_factory=list)
+    closed: list[int] = field(default_factory=list)  # processes that may not be looked at
+    strange: list[str] = field(default_factory=list)  # heaps that could not be read, and why
+
+
+def look(pids: Iterable[int] | None = None) -> View:
+    """Look at the jobs that these processes take part in; at all of this user's by default."""
+    view = View()
+    heaps: dict[tuple[int, int], dict[str, Any] | None] = {}
+    owners: dict[int, int] = {}
+    for pid in sorted(set(_own_processes() if pids is None else pids)):
+        try:
+            for path, file in _heap_files(pid):
+                if file not in heaps:
+                    heaps[file] = _read(path, view)
+                heap = heaps[file]
+                if heap is not None and _is_owner(pid, heap):
+                    owners[heap["nonce"]] = pid
+        except PermissionError:
+            view.closed.append(pid)
+        except OSError:
+            continue  # it ended meanwhile
+    found = [heap for heap in heaps.values() if heap is not None]
+    boards = [board for heap in found for board in heap["boards"]]
+    for heap in found:
+        for roster in heap["rosters"]:
+            mine = [board for board in boards if board["roster"] == roster["id"]]
+            job = _job(roster, mine, owners)
+            if not job.over:
+                view.jobs.append(job)
+    view.jobs.sort(key=lambda job: job.started_ns)
+    return view
+
+
+def find(wanted: str | None = None) -> Job:
+    """Find the one job that an id, its beginning, or a process id means; None: the only one."""
+    view = look()
+    jobs = view.jobs
+    if wanted is not None:
+        pid = int(wanted) if wanted.isdigit() else None
+        jobs = (
+            [job for job in view.jobs if pid in job.pids]
+            or [job for job in view.jobs if job.id.startswith(wanted.lower())]
+            or ([] if pid is None else _jobs_of(pid, view))
+        )
+    if len(jobs) == 1:
+        return jobs[0]
+    known = ", ".join(job.name for job in view.jobs) or "none"
+    if not jobs:
+        what = "no job is running" if wanted is None else f"there is no job '{wanted}'"
+        raise JobNotFound(f"{what}; jobs of this user on this machine: {known}" + _notes(view))
+    several = ", ".join(job.name for job in jobs)
+    raise JobNotFound(
+        f"{len(jobs)} jobs are running, name one of them: {several}"
+        if wanted is None
+        else f"'{wanted}' may mean any of these jobs: {several}"
+    )
+
+
+def look_again(job: Job) -> Job | None:
+    """Look at a job once more; None if it has ended."""
+    found = [again for again in look(job.pids).jobs if again.id == job.id]
+    return found[0] if found else None
+
+
+def _read(path: str, view: View) -> dict[str, Any] | None:
+    try:
+        return _native.look_into(path)
+    except ValueError:
+        return None  # the name is a coincidence
+    except DistBackendError as error:
+        if os.path.exists(path):
+            view.strange.append(str(error))
+        return None
+
+
+def _notes(view: View) -> str:
+    return "".join(f"\n{note}" for note in view.strange)
+
+
+def _jobs_of(pid: int, view: View) -> list[Job]:
+    """Return the jobs of a rank's process, or of a process that has started one."""
+    try:
+        owner = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        raise JobNotFound(f"there is no process {pid} and no job '{pid}'") from None
+    own = look([pid])
+    if own.closed:
+        why = (
+            "the system does not allow it"
+            if owner == os.geteuid()
+            else f"it belongs to user {_user(owner)}, and only the same user can look at a job"
+        )
+        others = len(set(view.closed) - {pid})
+        also = f"; {others} other processes of this user cannot be either" if others else ""
+        raise JobNotFound(f"process {pid} cannot be looked at: {why}{also}")
+    # One of another user, for root: look at all of its ranks.
+    jobs = {job.id: job for job in look(own_pid for job in own.jobs for own_pid in job.pids).jobs}
+    jobs.update((job.id, job) for job in view.jobs)
+    mine = [job for job in jobs.values() if pid in job.pids]
+    return mine or [job for job in jobs.values() if any(pid in _ancestors(p) for p in job.pids)]
+
+
+def _user(number: int) -> str:
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return str(number)
+
+
+def _own_processes() -> Iterator[int]:
+    user = os.geteuid()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.stat(f"/proc/{name}").st_uid == user:
+                yield int(name)
+        except OSError:
+            continue
+
+
+def _heap_files(pid: int) -> Iterator[tuple[str, tuple[int, int]]]:
+    """Yield the heaps that a process has open, its own and some of its peers', by path and file."""
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        path = f"/proc/{pid}/fd/{name}"
+        try:
+            if os.readlink(path).startswith(_HEAP):
+                info = os.stat(path)
+                yield path, (info.st_dev, info.st_ino)
+        except FileNotFoundError:
+            continue
+
+
+class _Stat:
+    """What /proc says of a process or thread; its fields are counted as in proc(5)."""
+
+    def __init__(self, directory: str) -> None:
+        try:
+            text = Path(directory, "stat").read_text(errors="replace")
+        except OSError:
+            text = ""
+        # The command's name stands in parentheses and may hold anything.
+        self._fields = text.rpartition(")")[2].split()
+        self.state = self._fields[0] if self._fields else ""
+        self.alive = self.state not in ("", "Z", "X")
+
+    def number(self, field: int) -> int:
+        return int(self._fields[field - 3]) if self._fields else 0
+
+    @property
+    def parent(self) -> int:
+        return self.number(4)
+
+    @property
+    def start_time(self) -> int:
+        return self.number(22)
+
+    @property
+    def cpu_seconds(self) -> float:
+        return (self.number(14) + self.number(15)) / _TICKS
+
+
+def _is_owner(pid: int, heap: dict[str, Any]) -> bool:
+    """Say whether a heap is this process' own, not one that it inherited or shares."""
+    if _Stat(f"/proc/{pid}").start_time != heap["start_time"]:
+        return False
+    # A process in a container knows itself by another number than we do.
+    for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
+        if line.startswith("NSpid:"):
+            return line.split()[-1] == str(heap["pid"])
+    return str(pid) == str(heap["pid"])
+
+
+def _command(pid: int) -> str:
+    try:
+        line = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return ""
+    return line.replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def _ancestors(pid: int) -> Iterator[int]:
+    while (pid := _Stat(f"/proc/{pid}").parent) > 1:
+        yield pid
+
+
+def _job(roster: dict[str, Any], boards: list[dict[str, Any]], owners: dict[int, int]) -> Job:
+    members = enumerate(roster["members"])
+    return Job(
+        id=f"{roster['id']:016x}",
+        threads=roster["threads"],
+        started_ns=roster["started_ns"],
+        seen_ns=time.monotonic_ns(),
+        deadlock=roster["deadlock"],
+        ranks=[_rank(number, member, roster["threads"], owners) for number, member in members],
+        groups=[_group(board) for board in boards if _fits(board, len(roster["members"]))],
+    )
+
+
+def _fits(board: dict[str, Any], size: int) -> bool:
+    return all(rank < size for rank in board["members"])
+
+
+def _rank(number: int, member: dict[str, Any], threads: bool, owners: dict[int, int]) -> Rank:
+    pid = owners.get(member["nonce"], member["pid"])
+    process = _Stat(f"/proc/{pid}")
+    alive = process.alive and process.start_time == member["start_time"]
+    inside_number = pid == member["pid"]  # thread numbers mean something here
+    thread = _Stat(f"/proc/{pid}/task/{member['thread']}") if threads and inside_number else process
+    state = thread.state if alive else ""
+    if state == "S" and not threads and _has_running_thread(pid):
+        state = "R"
+    return Rank(
+        rank=number,
+        pid=pid,
+        thread=member["thread"],
+        host=member["host"],
+        presence=member["presence"],
+        signal=member["signal"],
+        ended_ns=member["ended_ns"],
+        why=member["why"],
+        waits=[Wait(**wait) for wait in member["waits"]],
+        alive=alive,
+        state=state,
+        cpu_seconds=thread.cpu_seconds,
+    )
+
+
+def _has_running_thread(pid: int) -> bool:
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:
+        return False
+    return any(_Stat(f"/proc/{pid}/task/{thread}").state == "R" for thread in threads)
+
+
+def _group(board: dict[str, Any]) -> Group:
+    return Group(
+        name=board["name"],
+        members=board["members"],
+        seats=[_seat(seat) for seat in board["seats"]],
+        broken=board["broken"],
+    )
+
+
+def _seat(seat: dict[str, Any]) -> Seat:
+    last = {
+        kind: None if seat[kind] is None else Operation(**seat[kind])
+        for kind in ("collective", "message")
+    }
+    return Seat(**{**seat, **last})

@@ -1,0 +1,207 @@
+"""Watch what every rank of a job does, and who is the straggler."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+from phalanx.debug import outside, verdict
+from phalanx.debug.outside import Job, Seat
+from phalanx.debug.text import amount, duration, printable, table
+
+HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+_CLEAR, _HIDE_CURSOR, SHOW_CURSOR = "\x1b[2J", "\x1b[?25l", "\x1b[?25h"
+
+_HEADING = ["RANK", "PID", "STATE", "FOR", "GROUP", "OPERATION", "SEQ", "WAITS FOR"]
+_HEADING += ["OP/S", "BYTES/S", "CALL SITE"]
+
+
+def configure(parser: ArgumentParser) -> None:
+    parser.add_argument("job", nargs="?", help="id of the job, its beginning, or a process id")
+    parser.add_argument("--once", action="store_true", help="print the table once")
+    parser.add_argument("--interval", type=_seconds, default=1.0, help="seconds between looks (1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per look")
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0.05 <= seconds <= 3600:
+        raise ArgumentTypeError(f"an interval is between 0.05 and 3600 seconds, got {text}")
+    return seconds
+
+
+def run(arguments: Namespace) -> int:
+    job = outside.find(arguments.job)
+    in_place = sys.stdout.isatty() and not arguments.once and not arguments.json
+    try:
+        if in_place:
+            print(_HIDE_CURSOR + _CLEAR, end="")
+        for before, now in _looks(job, min(arguments.interval, 0.5), arguments):
+            if arguments.json:
+                print(json.dumps(describe(now, rows(before, now))), flush=True)
+            else:
+                _show(now, rows(before, now), in_place)
+        if not arguments.once:
+            print(f"job {job.name} has ended")
+    except KeyboardInterrupt:
+        pass
+    finally:
+        if in_place:
+            print(SHOW_CURSOR, flush=True)
+    return 0
+
+
+def _looks(job: Job, first: float, arguments: Namespace) -> Iterator[tuple[Job, Job]]:
+    """Yield pairs of looks, the first soon, until the job ends."""
+    pause = first
+    while True:
+        time.sleep(pause)
+        again = outside.look_again(job)
+        if again is None:
+            if arguments.once:
+                raise outside.JobNotFound(f"job {job.name} has ended meanwhile")
+            return
+        yield job, again
+        if arguments.once:
+            return
+        job, pause = again, arguments.interval
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is said of one rank."""
+
+    rank: int
+    pid: int
+    group: str
+    operation: str
+    sequence: int | None
+    state: str
+    seconds: float | None  # since it waits, or since its last operation
+    waits_for: list[int]
+    operations_per_second: float
+    bytes_per_second: float
+    site: str
+
+
+def rows(before: Job, now: Job) -> list[Row]:
+    """Return what every rank does now, with rates since the look before."""
+    return [_row(rank, before, now) for rank in now.ranks]
+
+
+def _row(rank: outside.Rank, before: Job, now: Job) -> Row:
+    group = operation = site = ""
+    sequence: int | None = None
+    since: int | None = None
+    wait = verdict.wait_of(now, rank)
+    last = now.last_operation(rank.rank)
+    if wait:
+        group, operation, site, since = wait.group, wait.what, wait.site, wait.started_ns
+        posted = verdict.operation_of(now, rank.rank, wait)
+        sequence = posted.sequence if posted else None
+    elif last:
+        group, operation, site = last[0].name, last[1].text, last[1].site
+        sequence, since = last[1].sequence, last[1].finished_ns or last[1].posted_ns
+    operations, volume = _rates(rank.rank, before, now)
+    return Row(
+        rank=rank.rank,
+        pid=rank.pid,
+        group=group,
+        operation=operation,
+        sequence=sequence,
+        state=verdict.condition(now, rank),
+        seconds=None if since is None else verdict.seconds_since(now, since),
+        waits_for=wait.needs if wait else [],
+        operations_per_second=operations,
+        bytes_per_second=volume,
+        site=site,
+    )
+
+
+def _rates(rank: int, before: Job, now: Job) -> tuple[float, float]:
+    """Return operations and bytes per second of a rank, in all its groups."""
+    seconds = max(now.seen_ns - before.seen_ns, 1) * 1e-9
+    earlier = {(group.name, tuple(group.members)): group for group in before.groups}
+    operations = volume = 0.0
+    for group in now.groups:
+        seat = group.seat(rank)
+        if seat is None:
+            continue
+        known = earlier.get((group.name, tuple(group.members)))
+        past: Seat | None = known.seat(rank) if known else None
+        for new, sizes in (
+            (seat.collectives - (past.collectives if past else 0), seat.collective_bytes),
+            (seat.messages - (past.messages if past else 0), seat.message_bytes),
+        ):
+            recent = sizes[-new:] if new > 0 else []
+            operations += max(new, 0)
+            # Only so many are remembered: the others were of the same kind, most likely.
+            volume += sum(recent) * (new / len(recent)) if recent else 0
+    return operations / seconds, volume / seconds
+
+
+def straggler(job: Job) -> str:
+    """Name the rank that most others wait for, and what it does."""
+    if job.deadlock:
+        return "deadlock: " + job.deadlock.splitlines()[0]
+    found = verdict.culprits(job)
+    if not found:
+        return "no rank waits for another"
+    rank = job.ranks[found[0].rank]
+    verb = "waits" if len(found[0].waiting) == 1 else "wait"
+    return (
+        f"straggler: rank {rank.rank} ({verdict.condition(job, rank)}), for which "
+        f"{verdict.rank_list(found[0].waiting)} {verb}; {verdict.last_deed(job, rank.rank)}"
+    )
+
+
+def describe(job: Job, found: list[Row]) -> dict[str, object]:
+    """Return the table as plain values."""
+    first = next(iter(verdict.culprits(job)), None)
+    return {
+        "job": job.name,
+        "state": verdict.summary(job),
+        "age": round(job.age, 3),
+        "straggler": first.rank if first else None,
+        "ranks": [asdict(row) for row in found],
+    }
+
+
+def lines(job: Job, found: list[Row], width: int | None = None) -> list[str]:
+    """Return the table as text, with a line above about the job and one below on the straggler."""
+    kind = "threads" if job.threads else "processes"
+    head = f"job {job.name}: {len(found)} {kind}, {duration(job.age)} old, {verdict.summary(job)}"
+    cells = [
+        [
+            str(row.rank),
+            str(row.pid),
+            row.state,
+            "" if row.seconds is None else duration(row.seconds),
+            row.group,
+            row.operation,
+            "" if row.sequence is None else f"#{row.sequence}",
+            verdict.rank_list(row.waits_for) if row.waits_for else "",
+            amount(row.operations_per_second),
+            amount(row.bytes_per_second, "B"),
+            row.site,
+        ]
+        for row in found
+    ]
+    text = [head, *table([_HEADING, *cells]), printable(straggler(job))]
+    return [line[:width] for line in text]
+
+
+def _show(job: Job, found: list[Row], in_place: bool) -> None:
+    if not in_place:
+        print("\n".join(lines(job, found)), flush=True)
+        return
+    size = shutil.get_terminal_size()
+    text = lines(job, found, size.columns)
+    if len(text) > size.lines:  # rather than the last ranks, keep the straggler
+        text = [*text[: size.lines - 1], text[-1]]
+    print(HOME + (_CLEAR_LINE + "\n").join(text) + _CLEAR_LINE + _CLEAR_BELOW, end="", flush=True)
