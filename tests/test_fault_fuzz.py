@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
+import torch
 from trials.cases import Case, fault_case, right_case
 from trials.faults import ENDINGS
 from trials.oracle import foretell
 from trials.programs import Program, Step
-from trials.verdicts import Trial, expect, ranks_named
+from trials.verdicts import Trial, expect, ranks_named, try_program
+
+import phalanx as dist
 
 
 def _passes(case: Case) -> Trial:
@@ -76,6 +82,38 @@ def test_a_death_is_expected_to_spread() -> None:
     steps = [[Step("recv", peer=1)], [Step("recv", peer=2)], [Step("kill")], [Step("sleep")]]
     outcomes = _ends(*steps)
     assert outcomes[:3] == [{"PeerFailed"}, {"PeerFailed"}, {"kill"}]
+
+
+def _spoil(monkeypatch: pytest.MonkeyPatch, before: bool) -> None:
+    """Have all_reduce write to its tensor, after or instead of doing what it should."""
+    right = dist.all_reduce
+
+    def wrong(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if before:
+            tensor.add_(1)
+        result = right(tensor, *args, **kwargs)
+        tensor.add_(1)
+        return result
+
+    monkeypatch.setattr(dist, "all_reduce", wrong)
+
+
+def test_a_wrong_result_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = Step("all_reduce", 1)
+    program = Program(((0, 1),), ((step,), (step,)))
+    assert not try_program(program, "threads").complaints
+    _spoil(monkeypatch, before=False)
+    assert "wrong result" in "".join(try_program(program, "threads").complaints)
+
+
+def test_a_buffer_that_is_written_in_spite_of_an_error_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = Step("all_reduce", 1)
+    program = Program(((0, 1),), ((step,), (replace(step, shape=(2,)),)))
+    assert not try_program(program, "threads").complaints
+    _spoil(monkeypatch, before=True)
+    assert "wrote to its output" in "".join(try_program(program, "threads").complaints)
 
 
 def test_ranks_are_read_from_messages() -> None:
