@@ -266,6 +266,7 @@ std::optional<Posting> Board::last_posting(int rank) const {
 std::string Board::obituary(int rank, bool ask_system) const {
   // Its own word first: the system only knows that it is gone.
   std::string end = roster_->obituary(members_[rank], false);
+  if (end.empty() && roster_->is_ending(members_[rank])) return "";
   if (end.empty() && seat(rank).left.load(std::memory_order_acquire))
     end = roster_->title(members_[rank]) +
           " has left this group (destroy_process_group, or the end of its program) and will not "

@@ -351,7 +351,7 @@ void Mailbox::wait(Delivery& delivery, const Deadline& patience) {
       if (delivery.state != Delivery::State::Open) return;
       if (patience.passed())
         throw Failure(Kind::Timeout, headline(delivery) + ": not done after a wait of " +
-                                         seconds_text(double(now_ns() - started) * 1e-9) +
+                                         seconds_text(double(nanoseconds(patience.at()) - started) * 1e-9) +
                                          "; it goes on");
       if (!costly) return;
       facts.any = delivery.peer < 0;

@@ -14,6 +14,10 @@ namespace phalanx {
 
 namespace {
 
+// How long a program may take to end after its rank has said goodbye, before peers stop waiting for
+// its exit code: torch takes a few tenths of a second.
+constexpr int64_t kPatience = 900'000'000;
+
 bool has_ended(const HeapAddress& process) {
   uint64_t start = process_start_time(process.pid);
   return start != kUnknownStart && start != process.start_time;
@@ -191,14 +195,16 @@ std::string Roster::how_it_ended(int rank) const {
   return "is gone: it was killed (SIGKILL, perhaps for lack of memory) or left by os._exit";
 }
 
-// Of a rank that said goodbye at the end of its program, once the program has ended: a matter of
-// milliseconds, for which this waits.
-std::string Roster::exit_code(int rank, bool ask_system) const {
-  constexpr int64_t kPatience = 300'000'000;
+bool Roster::is_ending(int rank) const {
   const Member& peer = member(rank);
-  if (threads() || !ask_system || rank >= int(processes_.size())) return "";
-  while (!has_ended(peer.heap) && now_ns() - peer.ended_ns < kPatience) ::usleep(1000);
-  int status = has_ended(peer.heap) ? processes_[rank].status() : -1;
+  return !threads() && peer.presence.load(std::memory_order_acquire) == Presence::Left &&
+         !has_ended(peer.heap) && now_ns() - peer.ended_ns < kPatience;
+}
+
+// How a program has ended whose rank said goodbye, if the system still knows.
+std::string Roster::exit_code(int rank) const {
+  if (threads() || rank >= int(processes_.size())) return "";
+  int status = has_ended(member(rank).heap) ? processes_[rank].status() : -1;
   if (status < 0 || status & 0x7f) return "";
   return " with exit code " + std::to_string(status >> 8) +
          " (sys.exit, or the end of its program)";
@@ -210,7 +216,8 @@ std::string Roster::obituary(int rank, bool ask_system) const {
     case Presence::Failed:
       return title(rank) + " " + std::string(peer.why, peer.why_length);
     case Presence::Left:
-      return title(rank) + " has ended" + exit_code(rank, ask_system) + " and will not come";
+      if (is_ending(rank)) return "";
+      return title(rank) + " has ended" + exit_code(rank) + " and will not come";
     case Presence::Here:
       if (ask_system && !threads() && has_ended(peer.heap))
         return title(rank) + " " + how_it_ended(rank);

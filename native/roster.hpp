@@ -33,6 +33,8 @@ class Roster {
   // "" while the rank lives; otherwise one or more lines that say how it ended. `ask_system` also
   // looks for the process, which costs a few microseconds.
   std::string obituary(int rank, bool ask_system) const;
+  // Whether its program is about to end after it left: looked at again, it has an exit code.
+  bool is_ending(int rank) const;
   int64_t ended_ns(int rank) const;   // when it left or failed; 0 if it did not say so
   std::string title(int rank) const;  // "rank 2 (pid 4711 on host box)"
 
@@ -64,7 +66,7 @@ class Roster {
   explicit Roster(std::shared_ptr<Region> region);
   bool try_read(int rank, void* into, uint64_t address, size_t bytes) const;
   std::string how_it_ended(int rank) const;
-  std::string exit_code(int rank, bool ask_system) const;
+  std::string exit_code(int rank) const;
 
   std::shared_ptr<Region> region_;
   std::vector<std::shared_ptr<HeapView>> heaps_;  // of all ranks, mapped in join

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
@@ -94,7 +95,14 @@ def waits_long(job: Job) -> bool:
     )
 
 
+def die_with_parent() -> None:
+    """Have the system kill this process when the one that started it ends, however that ends."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
 def main(name: str, directory: str) -> None:
+    die_with_parent()
     program = globals()[name]
     if program is threads:
         threads()
@@ -104,6 +112,7 @@ def main(name: str, directory: str) -> None:
     for rank in range(size):
         child = os.fork()
         if child == 0:
+            die_with_parent()
             store = dist.FileStore(os.path.join(directory, "store"), size)
             dist.init_process_group(store=store, rank=rank, world_size=size, timeout=FOREVER)
             program()

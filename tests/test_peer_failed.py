@@ -48,7 +48,7 @@ SAID = {
     "exits": "sys.exit(3)",
     "segfaults": "SIGSEGV",
     "aborts": "SIGABRT",
-    "exits at once": "7",
+    "exits at once": "exited with code 7",
     "SIGKILL": "SIGKILL",
     "SIGTERM": "SIGTERM",
     "leaves": "has left",
@@ -279,13 +279,14 @@ try:
 except dist.PeerFailed as error:
     print(error)
 """
+# The exit code is told if the program ends within a second, which a busy machine may not manage.
 ENDS = {
     "raise ValueError('bad batch')": "ValueError: bad batch",
-    "sys.exit(3)": "3",
-    "sys.exit('no data')": "no data",
-    "sys.exit()": "finished",
-    "dist.destroy_process_group(); sys.exit()": "destroy",
-    "os._exit(7)": "7",
+    "sys.exit(3)": "has ended( with exit code 3)? ",
+    "sys.exit('no data')": "has ended( with exit code 1)? ",
+    "sys.exit()": "has ended( with exit code 0)? ",
+    "dist.destroy_process_group(); sys.exit()": "has left",
+    "os._exit(7)": "exited with code 7",
     "os.kill(os.getpid(), signal.SIGKILL)": "SIGKILL",
     "os.kill(os.getpid(), signal.SIGTERM)": "SIGTERM",
     "os.kill(os.getpid(), signal.SIGINT)": "KeyboardInterrupt",
@@ -308,5 +309,5 @@ def test_scripts_tell_too(statement: str, tmp_path: Path) -> None:
     assert "barrier #2" in told
     assert "rank 1" in told
     assert str(ranks[1].pid) in told
-    assert ENDS[statement] in told
+    assert re.search(ENDS[statement], told)
     assert "all_reduce(float32[3], SUM)" in told

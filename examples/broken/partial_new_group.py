@@ -11,9 +11,9 @@ def train() -> None:
         stage = dist.new_group([0, 1])
         dist.all_reduce(torch.ones(8), group=stage)
     dist.barrier()
-    replicas = dist.new_group([0, 1, 2, 3])
+    replicas = dist.new_group([0, 1, 2])
     dist.all_reduce(torch.ones(100), group=replicas)
 
 
 if __name__ == "__main__":
-    dist.run_threads(train, 4)
+    dist.run_threads(train, 3)
