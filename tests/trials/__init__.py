@@ -1,0 +1,1 @@
+"""Random programs over several ranks, an oracle that knows how they end, and faults to put in."""
