@@ -99,7 +99,7 @@ void Group::run(Call& call) {
     if (failure.kind == Kind::Mismatch)
       call.lent = false;  // agreed by all: nobody touches anything
     else if (posted_)
-      board_->break_up(failure.kind, failure.what());
+      board_->break_up(failure.kind, failure.what() + ("\n  found by " + headline(passage)));
     if (call.lent) board_->park(std::make_shared<decltype(call.scratch)>(std::move(call.scratch)));
     // What is one event for all reads the same on all.
     if (failure.kind == Kind::Mismatch || passage.titled) throw;
@@ -239,12 +239,12 @@ std::string Group::headline(const Passage& passage) const {
 }
 
 void Group::look(Passage& passage, bool costly) {
-  board_->check_broken();
-  if (passage.meeting) {
+  auto broken = board_->broken();
+  if (passage.meeting && !broken) {
     check_deadlock(passage, passage.waiter.verdict());
     if (board_->is_given_up(clock_)) throw_given_up(passage);
   }
-  if (!costly) return;
+  if (!costly && !broken) return;
   WaitFacts facts = wait_facts(passage.call.op, name_, passage.posting.describe(),
                                passage.call.site, nanoseconds(passage.start));
   std::vector<int> missing, gone;
@@ -259,6 +259,7 @@ void Group::look(Passage& passage, bool costly) {
       if (!board_->obituary(rank, true).empty()) gone.push_back(rank);
   if (!gone.empty())
     throw Failure(Kind::PeerFailed, board_->first_obituary(gone, true) + uneven(passage, gone));
+  if (broken) throw *broken;  // told by another, as this rank does not see it from here
   try {
     judge(passage, missing, facts);
     check_interrupt();
@@ -346,8 +347,11 @@ void Group::throw_given_up(Passage& passage) {
                                       : Stage::Interrupted,
              now_ns());
   std::vector<int> missing;
-  for (int rank = 0; rank < size(); ++rank)
+  bool whole = true;
+  for (int rank = 0; rank < size(); ++rank) {
     if (!reached(rank)) missing.push_back(rank);
+    whole &= board_->obituary(rank, false).empty();
+  }
   std::string absent = missing.empty() ? ""
                                        : "\n  not arrived: " + board_->world_ranks(missing) +
                                              describe_absent(*board_, missing);
@@ -356,7 +360,7 @@ void Group::throw_given_up(Passage& passage) {
                           std::to_string(passage.sequence) + " on " + board_->title() +
                           " was given up; rank " + std::to_string(board_->world_rank(rank_)) +
                           " is in " + passage.posting.describe() + " at " + passage.call.site +
-                          who + absent + "\nthe group can still be used");
+                          who + absent + (whole ? "\nthe group can still be used" : ""));
 }
 
 std::byte* Group::inline_area(int rank, uint64_t clock, uint64_t sequence, size_t bytes) const {

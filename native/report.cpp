@@ -168,7 +168,11 @@ std::string doing(const Roster& roster, int world_rank, const std::optional<Post
   std::string text;
   if (!roster.threads() && process_state(member.heap.pid) == 'T')
     text = "its process is stopped (SIGSTOP, or a debugger); ";
-  if (member.presence > Presence::Here) return "has ended";
+  if (member.presence > Presence::Here) {
+    std::string end = roster.obituary(world_rank, false);
+    end = end.substr(0, end.find('\n'));
+    return end.substr(std::min(roster.title(world_rank).size() + 1, end.size()));
+  }
   if (!last) return text + "has made no call on this group yet";
   bool ended = last->finished_ns != 0;
   return text + (ended ? "is busy in its own code; its last call here: " : "is in ") +

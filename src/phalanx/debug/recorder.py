@@ -78,6 +78,7 @@ def add_failure(world: World, error: BaseException) -> bool:
     message = str(error)
     # A broken group goes on to say, below a line of its own, what broke it.
     cause = message.partition("\n")[2] if isinstance(error, PeerFailed) else ""
+    cause = cause.partition("\n  found by ")[0]
     for each in list(known):
         if each["message"] in message or (cause and cause in each["message"]):
             return False
