@@ -304,8 +304,14 @@ def _deadlock_complaints(rank: int, text: str, expected: Expectation) -> list[st
     waiting = {int(number) for number, _, _ in lines}
     for other, (what, needs) in expected.waits.items():
         told = [(op, ranks_named(needed)) for number, needed, op in lines if int(number) == other]
-        # There may have been more at that moment, who came later.
-        if told and not any(op == what and needs & waiting <= needed for op, needed in told):
+        # There may have been more at that moment, who came later. Whoever destroys its groups waits
+        # in what it has started.
+        as_told = [
+            needs & waiting <= needed
+            for op, needed in told
+            if what in (op, "destroy_process_group")
+        ]
+        if told and not any(as_told):
             complaints.append(f"it misstates that rank {other} waits in {what} for {sorted(needs)}")
     return complaints
 
