@@ -240,9 +240,9 @@ std::string Group::headline(const Passage& passage) const {
 
 void Group::look(Passage& passage, bool costly) {
   auto broken = board_->broken();
-  if (passage.meeting && !broken) {
+  if (passage.meeting) {
     check_deadlock(passage, passage.waiter.verdict());
-    if (board_->is_given_up(clock_)) throw_given_up(passage);
+    if (!broken && board_->is_given_up(clock_)) throw_given_up(passage);
   }
   if (!costly && !broken) return;
   WaitFacts facts = wait_facts(passage.call.op, name_, passage.posting.describe(),
