@@ -129,12 +129,16 @@ void Group::await_readers(Passage& passage) {
     return readers.empty();
   };
   posted_ = true;  // without its number this rank cannot go on
-  wait_until(board_->bell(), spin_, passage.deadline, read, [&](bool costly) {
+  // They need but a moment, however short the time of this call: the group is not broken for less.
+  constexpr double kMoment = 5;
+  const Deadline moment = Deadline::in(kMoment);
+  const Deadline& deadline = moment.at() > passage.deadline.at() ? moment : passage.deadline;
+  wait_until(board_->bell(), spin_, deadline, read, [&](bool costly) {
     board_->check_broken();
     if (!costly) return;
     if (std::string end = board_->first_obituary(readers, true); !end.empty())
       throw Failure(Kind::PeerFailed, end);
-    if (passage.deadline.passed())
+    if (deadline.passed())
       throw Failure(Kind::Timeout,
                     "timed out: still in an earlier operation: " + board_->world_ranks(readers) +
                         describe_absent(*board_, readers));
