@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include "bindings_graveyard.hpp"
 #include "bindings_pending.hpp"
 #include "bindings_posting.hpp"
 #include "bindings_site.hpp"
@@ -18,45 +19,6 @@ namespace nb = nanobind;
 using namespace phalanx;
 
 namespace {
-
-// Objects that a finished call no longer needs. The thread that finishes it may not hold the
-// interpreter's lock and must not wait for it, so they are put down here for the next one that
-// does.
-class Graveyard {
- public:
-  static void bury(PyObject* object) {
-    std::lock_guard lock(mutex());
-    objects().push_back(object);
-    full() = true;
-  }
-  static void empty() {
-    if (!full().load(std::memory_order_relaxed)) return;
-    std::vector<PyObject*> dead;
-    {
-      std::lock_guard lock(mutex());
-      dead.swap(objects());
-      full() = false;
-    }
-    for (PyObject* object : dead) Py_DECREF(object);
-  }
-  static std::shared_ptr<void> keep(nb::handle object) {
-    return {object.inc_ref().ptr(), [](void* kept) { bury(static_cast<PyObject*>(kept)); }};
-  }
-
- private:
-  static std::mutex& mutex() {
-    static auto& instance = *new std::mutex;
-    return instance;
-  }
-  static std::vector<PyObject*>& objects() {
-    static auto& instance = *new std::vector<PyObject*>;
-    return instance;
-  }
-  static std::atomic<bool>& full() {
-    static auto& instance = *new std::atomic<bool>;
-    return instance;
-  }
-};
 
 void check_signals() {
   if (::getpid() != ::gettid()) return;  // signals are for the main thread
@@ -222,8 +184,7 @@ class Engine {
     constexpr int kShown = int(std::extent_v<decltype(Call::shape)>);
     call.ndim = std::min(look.shown.ndim, kShown);
     std::copy_n(look.shown.shape, call.ndim, call.shape);
-    bool own_shape = op == Op::AllGather || op == Op::ReduceScatter || op == Op::AllToAll;
-    for (int i = kShown; i < look.shown.ndim && !own_shape; ++i)
+    for (int i = kShown; i < look.shown.ndim && !may_differ_in_shape(op); ++i)
       call.detail = mix(call.detail, uint64_t(look.shown.shape[i]));
     return result;
   }

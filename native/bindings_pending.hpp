@@ -35,12 +35,12 @@ class PendingJob : public Pending {
     Deadline patience = Deadline::in(timeout);
     Waiter waiter(board_->roster(), board_->world_rank(rank_));
     const int64_t started = now_ns();
-    for (;;) {
+    while (!job_->wait(std::min(patience.at(), Clock::now() + kSlice))) {
+      if (patience.passed()) throw unfinished(timeout);
       WaitFacts facts = wait_facts(op_, board_->name(), name(op_), site_.c_str(), started);
+      if (job_->done()) break;
       facts.own = true;
       facts.blocked = timeout < 0;
-      if (job_->wait(std::min(patience.at(), Clock::now() + kSlice))) break;
-      if (patience.passed()) throw unfinished(timeout);
       waiter.update(facts);
       check_interrupt();
     }
@@ -48,18 +48,17 @@ class PendingJob : public Pending {
   }
 
  private:
-  std::shared_ptr<Job> job_;
-  std::shared_ptr<Board> board_;
   Failure unfinished(double timeout) const {
     std::vector<int> behind = board_->ranks_behind(rank_);
     return {Kind::Timeout,
-            std::string(name(op_)) + " on " + board_->title() + ", rank " +
-                std::to_string(board_->world_rank(rank_)) + ", at " + site_ +
-                ": not done after a wait of " + seconds_text(timeout) + "; it goes on" +
+            name(op_) + board_->caption(rank_, site_) + ": not done after a wait of " +
+                seconds_text(timeout) + "; it goes on" +
                 (behind.empty() ? "" : "\n  not arrived: " + board_->world_ranks(behind)) +
                 describe_absent(*board_, behind)};
   }
 
+  std::shared_ptr<Job> job_;
+  std::shared_ptr<Board> board_;
   int rank_;
   Op op_;
   std::string site_;

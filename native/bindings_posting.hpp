@@ -24,9 +24,7 @@ inline uint64_t byte_count(const Posting& posting) {
 
 inline nanobind::dict as_dict(const Posting& posting) {
   namespace nb = nanobind;
-  const bool message = posting.op == Op::Send || posting.op == Op::Recv;
-  const bool reduces =
-      posting.op == Op::AllReduce || posting.op == Op::Reduce || posting.op == Op::ReduceScatter;
+  const bool message = is_message(posting.op);
   auto known = [](int32_t rank) {
     return rank < 0 ? nb::object(nb::none()) : nb::object(nb::int_(rank));
   };
@@ -39,13 +37,14 @@ inline nanobind::dict as_dict(const Posting& posting) {
   entry["api"] = as_str(posting.api);
   entry["dtype"] = posting.op == Op::Barrier ? "" : name(posting.dtype);
   entry["shape"] = shape;
-  entry["reduce"] = reduces ? nb::object(nb::str(name(posting.reduce))) : nb::object(nb::none());
+  entry["reduce"] =
+      is_reduction(posting.op) ? nb::object(nb::str(name(posting.reduce))) : nb::object(nb::none());
   entry["root"] = message ? nb::object(nb::none()) : known(posting.root);
   entry["peer"] = message ? known(posting.root) : nb::object(nb::none());
   entry["tag"] = message ? nb::object(nb::int_(posting.tag)) : nb::object(nb::none());
   entry["bytes"] = byte_count(posting);
   entry["site"] = as_str(posting.site);
-  entry["state"] = name(posting.stage_reached);
+  entry["state"] = name(posting.progress);
   entry["posted_ns"] = posting.posted_ns;
   entry["finished_ns"] = posting.finished_ns;
   return entry;

@@ -76,6 +76,10 @@ std::string Board::title() const {
   return size() == roster_->size() ? text : text + " (" + rank_list(members_) + ")";
 }
 
+std::string Board::caption(int rank, const std::string& site) const {
+  return " on " + title() + ", rank " + std::to_string(world_rank(rank)) + ", at " + site;
+}
+
 std::string Board::world_ranks(std::span<const int> ranks) const {
   std::vector<int> translated;
   for (int rank : ranks) translated.push_back(members_[rank]);
@@ -150,19 +154,19 @@ Board::Arrival Board::count_arrival(uint64_t clock) const {
   return count_in(next) == uint32_t(size()) ? Arrival::Last : Arrival::Early;
 }
 
-bool Board::give_up(int rank, uint64_t clock, Posting& posting, Stage stage) const {
+bool Board::give_up(int rank, uint64_t clock, Posting& posting, Progress how) const {
   if (crowded_) {
-    posting.reach(stage, now_ns());  // before anybody can ask why
+    posting.reach(how, now_ns());  // before anybody can ask why
     uint64_t word = header().arrived.load();
     while (ahead(word, clock) == 0 && count_in(word) < uint32_t(size()))
       if (header().arrived.compare_exchange_weak(word, tally(clock, kGivenUp))) break;
     bool complete = ahead(word, clock) == 0 ? count_in(word) == uint32_t(size())
                                             : int32_t(door().load() - uint32_t(clock)) >= 0;
     if (complete) {
-      posting.reach(Stage::Waiting, 0);
+      posting.reach(Progress::Waiting, 0);
       return false;
     }
-    publish_given_up(clock, posting, stage);  // also for one that may have died before it did
+    publish_given_up(clock, posting, how);  // also for one that may have died before it did
     return true;
   }
   // One at a time, or one that is giving up would count as absent for another.
@@ -175,17 +179,15 @@ bool Board::give_up(int rank, uint64_t clock, Posting& posting, Stage stage) con
   // Pairs with the fence in is_given_up: if a rank is seen absent here, whoever sees it arrive
   // later also sees the doubt, or what came of it.
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  auto& given_up = header().given_up_last;
-  bool already = given_up.load() >= clock && header().given_up_first.load() <= clock;
-  bool incomplete = false;
+  bool already = in_row_given_up(clock), incomplete = false;
   for (int peer = 0; peer < size(); ++peer) incomplete |= !reached(peer, clock);
-  if (!already && incomplete) publish_given_up(clock, posting, stage);
+  if (!already && incomplete) publish_given_up(clock, posting, how);
   header().doubt.store(0, std::memory_order_release);
   return already || incomplete;
 }
 
-void Board::publish_given_up(uint64_t clock, Posting& posting, Stage stage) const {
-  posting.reach(stage, now_ns());
+void Board::publish_given_up(uint64_t clock, Posting& posting, Progress how) const {
+  posting.reach(how, now_ns());
   if (header().given_up_last.load() >= clock) return;  // by another rank
   // Meetings that are given up before all have come to the first of them form a row.
   if (header().given_up_last.load() + 1 != clock) header().given_up_first.store(clock);
@@ -201,6 +203,11 @@ bool Board::is_given_up(uint64_t clock) const {
       throw Failure(Kind::PeerFailed, end);
     ::sched_yield();
   }
+  return in_row_given_up(clock);
+}
+
+bool Board::in_row_given_up(uint64_t clock) const {
+  // The last first: whoever sees a row's end sees its beginning.
   return header().given_up_last.load(std::memory_order_acquire) >= clock &&
          header().given_up_first.load(std::memory_order_acquire) <= clock;
 }
@@ -297,14 +304,16 @@ std::string Board::first_obituary(std::span<const int> ranks, bool ask_system) c
     first = rank;
     text = end;
   }
+  if (first < 0) return text;
+  // Something did end, so the system may be asked about the others: only it knows of a SIGKILL.
   auto died = [&](int rank) {
     auto presence = roster_->member(members_[rank]).presence.load();
     return presence == Presence::Failed ||
-           (presence == Presence::Here && !roster_->obituary(members_[rank], ask_system).empty());
+           (presence == Presence::Here && !roster_->obituary(members_[rank], true).empty());
   };
-  if (first < 0 || died(first)) return text;
+  if (died(first)) return text;
   for (int rank = 0; rank < size(); ++rank)
-    if (died(rank)) return text + "\nprobably because " + obituary(rank, ask_system);
+    if (died(rank)) return text + "\nprobably because " + obituary(rank, true);
   return text;
 }
 

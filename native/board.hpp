@@ -29,6 +29,8 @@ class Board {
 
   const std::string& ticket() const { return region_->ticket(); }
   std::string name() const { return header().name; }
+  // " on group 'world', rank 2, at train.py:88 in step", for what is told to a rank of its call
+  std::string caption(int rank, const std::string& site) const;
   std::string title() const;  // "group '1' (ranks 1-3)", with ranks of the world
   int size() const { return int(members_.size()); }
   bool threads() const { return roster_->threads(); }
@@ -66,8 +68,8 @@ class Board {
   }
 
   // Give up a meeting that not all have reached: then all raise, whenever they come to it, and the
-  // group goes on. `stage`, shown in the posting, says why. False if all have arrived after all.
-  bool give_up(int rank, uint64_t clock, Posting& posting, Stage stage) const;
+  // group goes on. `how`, shown in the posting, says why. False if all have arrived after all.
+  bool give_up(int rank, uint64_t clock, Posting& posting, Progress how) const;
   // Asked by a rank that has seen all the others arrive, or not yet. Clocks have 64 bits here, so
   // that none comes twice.
   bool is_given_up(uint64_t clock) const;
@@ -108,7 +110,8 @@ class Board {
  private:
   Board(std::shared_ptr<Roster> roster, std::vector<int> members, std::shared_ptr<Region> region);
   BoardHeader& header() const { return *reinterpret_cast<BoardHeader*>(region_->data()); }
-  void publish_given_up(uint64_t clock, Posting& posting, Stage stage) const;
+  bool in_row_given_up(uint64_t clock) const;
+  void publish_given_up(uint64_t clock, Posting& posting, Progress how) const;
 
   std::shared_ptr<Roster> roster_;
   std::vector<int> members_;

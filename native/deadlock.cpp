@@ -189,15 +189,19 @@ void Waiter::count_threads() const {
 
 // A quick look: those that it needs wait as well.
 bool Waiter::may_be_stuck(const WaitFacts& facts) const {
-  if (!facts.blocked || roster_.size() > kMostRanks) return false;
+  if (!facts.blocked) return false;
   auto waits = [&](int rank) {
     auto& all = roster_.member(rank).waits;
     return std::any_of(std::begin(all), std::end(all),
                        [](const Wait& wait) { return wait.taken.load(); });
   };
   bool some = false, every = true;
-  for (int rank = 0; rank < roster_.size(); ++rank)
-    if (facts.needs.has(rank)) (waits(rank) ? some : every) = waits(rank);
+  for (int rank = 0; rank < roster_.size(); ++rank) {
+    if (!facts.needs.has(rank)) continue;
+    bool one = waits(rank);
+    some |= one;
+    every &= one;
+  }
   return facts.own || (facts.any ? every : some);
 }
 

@@ -46,7 +46,6 @@ class Waiter {
   int rank_;
   bool lane_;
   int64_t since_ns_ = 0;
-  bool unseen_ = false;
   Wait* wait_ = nullptr;
 };
 

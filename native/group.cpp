@@ -95,7 +95,7 @@ void Group::run(Call& call) {
     }
   } catch (const Failure& failure) {
     // Others are told the same reason, each for its own call.
-    conclude(passage, failure.kind == Kind::Mismatch ? Stage::Mismatch : Stage::Failed);
+    conclude(passage, failure.kind == Kind::Mismatch ? Progress::Mismatch : Progress::Failed);
     if (failure.kind == Kind::Mismatch)
       call.lent = false;  // agreed by all: nobody touches anything
     else if (posted_)
@@ -105,7 +105,7 @@ void Group::run(Call& call) {
     if (failure.kind == Kind::Mismatch || passage.titled) throw;
     throw Failure(failure.kind, headline(passage) + ": " + failure.what());
   } catch (...) {
-    conclude(passage, Stage::Interrupted);
+    conclude(passage, Progress::Interrupted);
     if (posted_)
       board_->break_up(Kind::PeerFailed, board_->roster().title(board_->world_rank(rank_)) +
                                              " was interrupted in the middle of " +
@@ -113,12 +113,13 @@ void Group::run(Call& call) {
     if (call.lent) board_->park(std::make_shared<decltype(call.scratch)>(std::move(call.scratch)));
     throw;
   }
-  conclude(passage, Stage::Done);
+  conclude(passage, Progress::Done);
   for (auto& [output, data] : strided_outputs) unpack(output.data, data, *output.layout, item);
 }
 
-// After a meeting that was given up this rank may be two ahead of one that slept through it, and
-// must not write over what that one has yet to read. Waits until all have read what went before.
+// After a meeting that was given up this rank may be far ahead of one that slept through it, and
+// must not write over what that one has yet to read: wait until all have done with the last
+// operation that took place.
 void Group::await_readers(Passage& passage) {
   std::vector<int> readers;
   auto read = [&] {
@@ -149,14 +150,14 @@ void Group::await_readers(Passage& passage) {
 }
 
 // Show how the operation ended, unless that has been shown already.
-void Group::conclude(const Passage& passage, Stage stage) {
+void Group::conclude(const Passage& passage, Progress how) {
   // Release: the others may write over what this rank has read.
   board_->seat(rank_).finished.store(clock_, std::memory_order_release);
-  if (stage == Stage::Done || stage == Stage::Mismatch) met_ = clock_;
+  if (how == Progress::Done || how == Progress::Mismatch) met_ = clock_;
   if (!records) return;
   Posting& shown = board_->posting(rank_, passage.sequence);
-  if (sequence() == passage.sequence && shown.stage_reached == Stage::Waiting)
-    shown.reach(stage, now_ns());
+  if (sequence() == passage.sequence && shown.progress == Progress::Waiting)
+    shown.reach(how, now_ns());
 }
 
 void Group::meet(Passage& passage, Offer offer) {
@@ -238,8 +239,7 @@ bool Group::agreed() const {
 
 std::string Group::headline(const Passage& passage) const {
   return std::string(phalanx::name(passage.call.op)) + " #" + std::to_string(passage.sequence) +
-         " on " + board_->title() + ", rank " + std::to_string(board_->world_rank(rank_)) +
-         ", at " + passage.call.site;
+         board_->caption(rank_, passage.call.site);
 }
 
 void Group::look(Passage& passage, bool costly) {
@@ -270,7 +270,7 @@ void Group::look(Passage& passage, bool costly) {
   } catch (const Failure&) {
     throw;
   } catch (...) {  // a signal handler's
-    if (passage.meeting) give_up(passage, Stage::Interrupted);
+    if (passage.meeting) give_up(passage, Progress::Interrupted);
     throw;
   }
 }
@@ -283,7 +283,7 @@ void Group::judge(Passage& passage, std::span<const int> missing, WaitFacts& fac
   auto verdict = passage.waiter.update(facts);
   if (passage.meeting) check_deadlock(passage, verdict);
   if (!passage.deadline.passed()) return;
-  if (passage.meeting && !give_up(passage, Stage::TimedOut)) return;  // all have come after all
+  if (passage.meeting && !give_up(passage, Progress::TimedOut)) return;  // all have come after all
   double seconds = passage.call.timeout < 0 ? timeout : passage.call.timeout;
   std::vector<int> arrived;
   for (int rank = 0; rank < size(); ++rank)
@@ -312,14 +312,14 @@ std::string Group::uneven(const Passage& passage, std::span<const int> gone) con
 }
 
 void Group::check_deadlock(Passage& passage, const std::optional<std::string>& verdict) {
-  if (!verdict || !give_up(passage, Stage::Deadlock)) return;
+  if (!verdict || !give_up(passage, Progress::Deadlock)) return;
   passage.titled = true;
   throw Failure(Kind::Deadlock, *verdict);
 }
 
-bool Group::give_up(Passage& passage, Stage stage) {
+bool Group::give_up(Passage& passage, Progress how) {
   Posting& posting = board_->posting(rank_, passage.sequence);
-  if (!board_->give_up(rank_, clock_, posting, stage)) return false;
+  if (!board_->give_up(rank_, clock_, posting, how)) return false;
   posted_ = false;
   ahead_ = true;
   passage.call.lent = false;  // nobody will touch anything
@@ -330,26 +330,23 @@ void Group::throw_given_up(Passage& passage) {
   posted_ = false;
   ahead_ = true;
   passage.call.lent = false;
-  Kind kind = Kind::Timeout;
   std::string who;
   Op given_up = passage.call.op;
+  Progress how = Progress::TimedOut;
   for (int rank = 0; rank < size(); ++rank) {
     const Posting posting = Posting::glance(board_->posting(rank, passage.sequence));
-    if (rank == rank_ || posting.sequence != passage.sequence) continue;
-    Stage stage = posting.stage_reached;
-    if (stage != Stage::TimedOut && stage != Stage::Deadlock && stage != Stage::Interrupted)
-      continue;
+    const bool gave_up = posting.progress == Progress::TimedOut ||
+                         posting.progress == Progress::Deadlock ||
+                         posting.progress == Progress::Interrupted;
+    if (rank == rank_ || posting.sequence != passage.sequence || !gave_up) continue;
     given_up = posting.op;
-    kind = stage == Stage::TimedOut   ? Kind::Timeout
-           : stage == Stage::Deadlock ? Kind::Deadlock
-                                      : Kind::PeerFailed;
+    how = posting.progress;
     who += "\n  rank " + std::to_string(board_->world_rank(rank)) + " " + describe_posting(posting);
   }
-  Posting& mine = board_->posting(rank_, passage.sequence);
-  mine.reach(kind == Kind::Timeout    ? Stage::TimedOut
-             : kind == Kind::Deadlock ? Stage::Deadlock
-                                      : Stage::Interrupted,
-             now_ns());
+  board_->posting(rank_, passage.sequence).reach(how, now_ns());
+  const Kind kind = how == Progress::TimedOut   ? Kind::Timeout
+                    : how == Progress::Deadlock ? Kind::Deadlock
+                                                : Kind::PeerFailed;
   std::vector<int> missing;
   bool whole = true;
   for (int rank = 0; rank < size(); ++rank) {

@@ -116,9 +116,9 @@ class Group {
   void look(Passage& passage, bool costly);
   void judge(Passage& passage, std::span<const int> missing, WaitFacts& facts);
   void check_deadlock(Passage& passage, const std::optional<std::string>& verdict);
-  void conclude(const Passage& passage, Stage stage);
+  void conclude(const Passage& passage, Progress how);
   void await_readers(Passage& passage);
-  bool give_up(Passage& passage, Stage stage);
+  bool give_up(Passage& passage, Progress how);
   [[noreturn]] void throw_given_up(Passage& passage);
   bool reached(int rank) const { return board_->reached(rank, clock_); }
   std::string headline(const Passage& passage) const;

@@ -19,10 +19,10 @@ const char* name(Op op) {
   return names[static_cast<size_t>(op)];
 }
 
-const char* name(Stage stage) {
+const char* name(Progress how) {
   static constexpr const char* names[] = {"waiting",  "done",        "timed out", "mismatch",
                                           "deadlock", "interrupted", "failed"};
-  return names[static_cast<size_t>(stage)];
+  return names[static_cast<size_t>(how)];
 }
 
 uint64_t Posting::digest() const {
@@ -30,8 +30,8 @@ uint64_t Posting::digest() const {
       uint64_t(op) | uint64_t(dtype) << 8 | uint64_t(reduce) << 16 | uint64_t(uint32_t(root)) << 32;
   hash = mix(sequence, hash);
   if (parts) hash = mix(hash, uint64_t(part) << 16 | parts);
-  bool own_shape = op == Op::AllGather || op == Op::ReduceScatter || op == Op::AllToAll;
-  for (int i = 0; i < ndim && !own_shape; ++i) hash = mix(hash, uint64_t(shape[i]) * 2 + 1);
+  for (int i = 0; i < ndim && !may_differ_in_shape(op); ++i)
+    hash = mix(hash, uint64_t(shape[i]) * 2 + 1);
   return mix(hash, detail);
 }
 
@@ -42,9 +42,8 @@ std::string Posting::describe() const {
     for (int i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
     text += "]";
   }
-  bool reduces = op == Op::AllReduce || op == Op::Reduce || op == Op::ReduceScatter;
-  bool message = op == Op::Send || op == Op::Recv;
-  if (reduces) text += std::string(", ") + phalanx::name(reduce);
+  const bool message = is_message(op);
+  if (is_reduction(op)) text += std::string(", ") + phalanx::name(reduce);
   if (root >= 0 && !message)
     text += (op == Op::Broadcast || op == Op::Scatter ? ", src=" : ", dst=") + std::to_string(root);
   if (message) text += ", tag=" + std::to_string(tag);

@@ -30,6 +30,14 @@ enum class Op : uint8_t {
   Recv,
 };
 const char* name(Op op);
+constexpr bool is_message(Op op) { return op == Op::Send || op == Op::Recv; }
+constexpr bool is_reduction(Op op) {
+  return op == Op::AllReduce || op == Op::Reduce || op == Op::ReduceScatter;
+}
+// Whether ranks may rightly bring tensors of different shapes.
+constexpr bool may_differ_in_shape(Op op) {
+  return op == Op::AllGather || op == Op::ReduceScatter || op == Op::AllToAll;
+}
 
 // How a rank offers its data to the others.
 enum class Offer : uint8_t {
@@ -41,8 +49,8 @@ enum class Offer : uint8_t {
 };
 
 // How far an operation has come on the rank that posted it.
-enum class Stage : uint8_t { Waiting, Done, TimedOut, Mismatch, Deadlock, Interrupted, Failed };
-const char* name(Stage stage);
+enum class Progress : uint8_t { Waiting, Done, TimedOut, Mismatch, Deadlock, Interrupted, Failed };
+const char* name(Progress how);
 
 // One operation as its rank announced it. Read by the others only after the seat's line says so.
 struct Posting {
@@ -52,7 +60,7 @@ struct Posting {
   Reduce reduce;
   Offer offer;
   uint8_t ndim;
-  Stage stage_reached;
+  Progress progress;
   uint16_t part, parts;  // "[1 of 3]": its place in a batch of calls that belong together
   int32_t root;          // or the peer, for send and recv, as a world rank; -1 for none
   int32_t tag;           // of send and recv
@@ -71,9 +79,9 @@ struct Posting {
   uint64_t digest() const;
   std::string describe() const;  // "all_reduce(float32[1024], SUM)"
 
-  void reach(Stage stage, int64_t now) {
+  void reach(Progress how, int64_t now) {
     std::atomic_ref(finished_ns).store(now, std::memory_order_relaxed);
-    std::atomic_ref(stage_reached).store(stage, std::memory_order_release);
+    std::atomic_ref(progress).store(how, std::memory_order_release);
   }
 
   // Write it where others may glance at it meanwhile, and such a glance, which may see something

@@ -90,8 +90,7 @@ void Mailbox::close() {
 }
 
 std::string Mailbox::headline(const Delivery& delivery) const {
-  return describe(delivery).describe() + " on " + board_->title() + ", rank " +
-         std::to_string(board_->world_rank(rank_)) + ", at " + delivery.site;
+  return describe(delivery).describe() + board_->caption(rank_, delivery.site);
 }
 
 Posting Mailbox::describe(const Delivery& delivery) const {
@@ -118,9 +117,9 @@ void Mailbox::record(Delivery& delivery) {
 }
 
 // Show how it ended, unless the record has gone on too far.
-void Mailbox::conclude(const Delivery& delivery, Stage stage) {
+void Mailbox::conclude(const Delivery& delivery, Progress how) {
   Posting& shown = board_->seat(rank_).messages[delivery.number % kHistory];
-  if (shown.sequence == delivery.number) shown.reach(stage, now_ns());
+  if (shown.sequence == delivery.number) shown.reach(how, now_ns());
 }
 
 void Mailbox::count_outbox(int by) {
@@ -176,7 +175,7 @@ void Mailbox::finish(Delivery& delivery) {
     unpack(delivery.view.data, delivery.data, *delivery.view.layout, item_size(delivery.dtype));
   delivery.keep.reset();
   if (delivery.op == Op::Recv) delivery.pipe = nullptr;
-  conclude(delivery, Stage::Done);
+  conclude(delivery, Progress::Done);
   delivery.state.store(Delivery::State::Done, std::memory_order_release);
   bell().ring();
 }
@@ -195,10 +194,10 @@ bool Mailbox::fail(Delivery& delivery, Kind kind, const std::string& why) {
       delivery.pipe = nullptr;
     }
   }
-  conclude(delivery, kind == Kind::Timeout    ? Stage::TimedOut
-                     : kind == Kind::Deadlock ? Stage::Deadlock
-                     : kind == Kind::Mismatch ? Stage::Mismatch
-                                              : Stage::Failed);
+  conclude(delivery, kind == Kind::Timeout    ? Progress::TimedOut
+                     : kind == Kind::Deadlock ? Progress::Deadlock
+                     : kind == Kind::Mismatch ? Progress::Mismatch
+                                              : Progress::Failed);
   delivery.error = std::make_exception_ptr(Failure(kind, why));
   delivery.keep.reset();
   delivery.state.store(Delivery::State::Failed, std::memory_order_release);
@@ -346,27 +345,34 @@ void Mailbox::wait(Delivery& delivery, const Deadline& patience) {
   Waiter waiter(board_->roster(), board_->world_rank(rank_));
   const int64_t started = now_ns();
   const Deadline& sooner = patience.at() < delivery.deadline.at() ? patience : delivery.deadline;
-  wait_until(bell(), spin_, sooner, ready, [&](bool costly) {
+  auto look = [&](bool costly) {
+    std::lock_guard lock(mutex_);
+    inspect(costly);
+    if (delivery.state == Delivery::State::Open && patience.passed())
+      throw Failure(Kind::Timeout,
+                    headline(delivery) + ": not done after a wait of " +
+                        seconds_text(double(nanoseconds(patience.at()) - started) * 1e-9) +
+                        "; it goes on");
+  };
+  // What the wait needs, judged now.
+  auto judged = [&] {
     WaitFacts facts =
         wait_facts(delivery.op, group_, describe(delivery).describe(), delivery.site, started);
+    std::lock_guard lock(mutex_);
+    progress();
+    facts.any = delivery.peer < 0;
+    for (int peer = 0; peer < board_->size(); ++peer)
+      if (peer == delivery.peer || (facts.any && peer != rank_ && !board_->seat(peer).left))
+        facts.needs.add(board_->world_rank(peer));
+    facts.blocked = delivery.state == Delivery::State::Open &&
+                    patience.at() >= delivery.deadline.at() && only_others_can_end(delivery);
+    return facts;
+  };
+  wait_until(bell(), spin_, sooner, ready, [&](bool costly) {
     if (give_up_deadlock(delivery, waiter.verdict())) return;
-    {
-      std::lock_guard lock(mutex_);
-      inspect(costly);
-      if (delivery.state != Delivery::State::Open) return;
-      if (patience.passed())
-        throw Failure(Kind::Timeout,
-                      headline(delivery) + ": not done after a wait of " +
-                          seconds_text(double(nanoseconds(patience.at()) - started) * 1e-9) +
-                          "; it goes on");
-      if (!costly) return;
-      facts.any = delivery.peer < 0;
-      for (int peer = 0; peer < board_->size(); ++peer)
-        if (peer == delivery.peer || (facts.any && peer != rank_ && !board_->seat(peer).left))
-          facts.needs.add(board_->world_rank(peer));
-      facts.blocked = patience.at() >= delivery.deadline.at() && only_others_can_end(delivery);
-    }
-    if (!give_up_deadlock(delivery, waiter.update(facts))) check_interrupt();
+    look(costly);
+    if (!costly || delivery.state != Delivery::State::Open) return;
+    if (!give_up_deadlock(delivery, waiter.update(judged()))) check_interrupt();
   });
   if (delivery.state == Delivery::State::Failed) std::rethrow_exception(delivery.error);
 }

@@ -114,7 +114,7 @@ class Mailbox {
   bool fail(Delivery& delivery, Kind kind, const std::string& why);
   void inspect(bool costly);
   void record(Delivery& delivery);
-  void conclude(const Delivery& delivery, Stage stage);
+  void conclude(const Delivery& delivery, Progress how);
   Posting describe(const Delivery& delivery) const;
   bool only_others_can_end(const Delivery& delivery) const;
   bool give_up_deadlock(Delivery& delivery, const std::optional<std::string>& verdict);

@@ -101,7 +101,7 @@ bool make_sound(Posting& posting) {
   terminate(posting.site);
   terminate(posting.api);
   return posting.op <= Op::Recv && posting.dtype < DType::Count && posting.reduce < Reduce::Count &&
-         posting.ndim <= std::size(posting.shape) && posting.stage_reached <= Stage::Failed;
+         posting.ndim <= std::size(posting.shape) && posting.progress <= Progress::Failed;
 }
 
 bool make_sound(WaitFacts& facts) {

@@ -129,8 +129,7 @@ std::string likely_reason(const Board& board, std::vector<Party> parties) {
     if (a.op == b.op && most.what == few.what) return who + " came from another line: " + sites;
     return who + " took another branch: " + sites +
            "; all ranks of a group must make the same calls in the same order (look for a "
-           "condition "
-           "on the rank or on data that differs)";
+           "condition on the rank or on data that differs)";
   }
   std::string line = "the same line, " + most.site + ", ";
   if (a.parts != b.parts)
@@ -147,8 +146,7 @@ std::string likely_reason(const Board& board, std::vector<Party> parties) {
   if (!same_shape(a, b))
     return line + "gets tensors of different shape: look at what " + who +
            " computes differently (an uneven last batch, another vocabulary or file, a gradient "
-           "that is "
-           "None and was skipped)";
+           "that is None and was skipped)";
   return line + "differs in the sizes of its parts (the list of tensors, or the split sizes)";
 }
 
@@ -197,8 +195,8 @@ std::string describe_posting(const Posting& posting) {
   std::string text =
       posting.describe() + " #" + std::to_string(posting.sequence) + " at " + posting.site;
   if (!posting.finished_ns) return text + ", for " + ago(posting.posted_ns);
-  text += std::string(", ") + name(posting.stage_reached);
-  if (posting.stage_reached == Stage::TimedOut)
+  text += std::string(", ") + name(posting.progress);
+  if (posting.progress == Progress::TimedOut)
     text += " after " + seconds_text(double(posting.finished_ns - posting.posted_ns) * 1e-9);
   return text + ", " + ago(posting.finished_ns) + " ago";
 }
@@ -248,9 +246,8 @@ std::string deadlock_report(size_t world_size, const std::vector<BlockedWait>& w
       loose[found.rank] = found.facts.any;
     }
     groups.insert(found.facts.group);
-    bool message = found.facts.op == Op::Send || found.facts.op == Op::Recv;
     all_receive &= found.facts.op == Op::Recv;
-    all_meet &= !message;
+    all_meet &= !is_message(found.facts.op);
     sends |= found.facts.op == Op::Send;
     making |= found.facts.making;
     table.add({"rank " + std::to_string(found.rank), "waits for " + rank_list(blockers),

@@ -129,7 +129,7 @@ def _waits_for_the_dead(wait: str) -> str:
         "barrier": lambda: dist.barrier(timeout=50),
         "coalesced": lambda: dist.all_reduce_coalesced([tensor, tensor]),
     }
-    with pytest.raises(dist.PeerFailed, match=f"rank {VICTIM}.*SIGKILL"):
+    with pytest.raises(dist.PeerFailed, match=rf"(?s)rank {VICTIM}.*SIGKILL"):
         calls[wait]()
     return "told"
 
