@@ -18,6 +18,7 @@ LAYERS = [
     {"backends"},
     {"group", "world", "subgroups", "mesh", "checks", "sparse"},
     {"collectives", "p2p", "objects", "coalescing", "functional"},
+    {"algorithms", "data", "optim", "parallel"},
 ]
 # These may use all of the above, and none uses them.
 BESIDE = {"__main__", "cli", "debug", "launch", "random", "testing"}

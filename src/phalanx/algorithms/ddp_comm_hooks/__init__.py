@@ -1,0 +1,1 @@
+"""Communication hooks: other ways to reduce the gradients of DistributedDataParallel."""

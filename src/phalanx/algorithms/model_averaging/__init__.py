@@ -1,0 +1,1 @@
+"""Averaging the models of ranks that train on their own for a while."""

@@ -1,0 +1,1 @@
+"""Samplers that give each rank its part of a dataset."""

@@ -1,0 +1,1 @@
+"""Optimizers that know of other ranks."""
