@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -62,6 +65,10 @@ class Work(ABC):
         """Return a ``torch.futures.Future`` of the list of output tensors."""
         future = self._future
         if future is None:
+            deferral = _deferral.get()
+            if deferral is not None:
+                future = self._future = deferral.future(self)
+                return future
             future = self._future = Future()
             if self.is_completed():
                 self._fulfil(future)
@@ -78,6 +85,68 @@ class Work(ABC):
             future.set_exception(error)
         else:
             future.set_result(self.result())
+
+
+_deferral: ContextVar[Deferral | None] = ContextVar("deferral", default=None)
+
+
+class Deferral:
+    """Futures that are completed by whoever waits for them, one after the other.
+
+    Their callbacks thus run on one thread, in the order in which the futures were asked for, so
+    that collectives which callbacks start come in the same order on all ranks.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[tuple[Work, DeferredFuture]] = deque()
+
+    def future(self, work: Work) -> DeferredFuture:
+        """Return a future of ``work``, completed in its turn."""
+        future = DeferredFuture(self)
+        self._queue.append((work, future))
+        return future
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Let every ``get_future()`` of this thread come here."""
+        token = _deferral.set(self)
+        try:
+            yield
+        finally:
+            _deferral.reset(token)
+
+    def complete(self) -> None:
+        """Wait for all works in turn, with what their callbacks start."""
+        with self.collecting():
+            while self._queue:
+                work, future = self._queue.popleft()
+                work._fulfil(future)
+
+
+class DeferredFuture(Future[Any]):
+    """A future that a ``Deferral`` completes."""
+
+    def __init__(self, deferral: Deferral) -> None:
+        super().__init__()
+        self._deferral = deferral
+
+    def wait(self) -> Any:
+        self._deferral.complete()
+        return super().wait()
+
+    def then(self, callback: Callable[[Future[Any]], Any]) -> Future[Any]:
+        outcome = DeferredFuture(self._deferral)
+
+        def run(future: Future[Any]) -> None:
+            try:
+                value = callback(self)
+            except Exception as error:
+                outcome.set_exception(error)
+            else:
+                outcome.set_result(value)
+
+        super().then(run)
+        return outcome
 
 
 class CompletedWork(Work):

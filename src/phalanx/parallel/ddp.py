@@ -1,0 +1,741 @@
+"""Training one model on several ranks, each with its own part of the data."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import profiler
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.futures import Future
+
+from phalanx.algorithms.join import Join, Joinable, JoinHook
+from phalanx.group import ProcessGroup
+from phalanx.mesh import DeviceMesh
+from phalanx.parallel.buckets import BucketCapacityConfig, GradBucket, Slot
+from phalanx.parallel.delayed import DelayedReduction
+from phalanx.parallel.outputs import tensors_in
+from phalanx.parallel.precision import LowPrecision, MixedPrecision, cast_buffers, cast_floats
+from phalanx.parallel.reducer import Reducer
+from phalanx.parallel.replicas import broadcast_coalesced, sync_module_states, verify_parameters
+from phalanx.parallel.shadow import DDPJoinHook
+from phalanx.parallel.statistics import Statistics, torch_name
+from phalanx.world import default_group, is_outside, resolve
+
+_BROADCAST_BYTES = 250 * 1024 * 1024
+
+
+class BufferCommHookLocation(Enum):
+    """When a buffer hook runs."""
+
+    PRE_FORWARD = auto()
+    POST_FORWARD = auto()
+
+
+@dataclass
+class _BufferHook:
+    hook: Callable[[Any, dict[str, Tensor]], Any]
+    state: Any
+    location: BufferCommHookLocation
+
+
+class BuiltinCommHookType(Enum):
+    """Communication hooks that are known by name."""
+
+    ALLREDUCE = auto()
+    FP16_COMPRESS = auto()
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """Wrap a module so that its gradients are averaged over the ranks of a group.
+
+    Takes what torch's class of this name takes, on CPU. Every rank wraps the same module; rank 0's
+    parameters and buffers are copied to all. After ``backward()`` every rank has the average of all
+    ranks' gradients, bitwise the same on each. Gradients of one dtype lie in buckets in shared
+    memory, which are reduced while backward computes further ones; ``.grad`` of a parameter is its
+    piece of a bucket. A gradient that is kept elsewhere when a step begins keeps its content, unless
+    ``gradient_as_bucket_view`` says that pieces may always be written again.
+
+    Args:
+        module: What to train.
+        broadcast_buffers: Copy rank 0's buffers to all ranks before each forward pass
+            (torch 2.13 prefers the name ``forward_sync_buffers``, which leaves the copy that is
+            made at construction alone).
+        init_sync: Compare the model over the ranks, and copy it, now.
+        process_group: Whose ranks train together; None is the default group.
+        bucket_cap_mb, bucket_cap_mb_list: How large buckets become, one number or one for each.
+        find_unused_parameters: Allow that parameters take no part in a backward pass. A gradient
+            that no rank has computed is left as it was.
+        gradient_as_bucket_view: As above.
+        static_graph: Promise that every iteration uses the same parameters equally often. Allows
+            several reentrant backward passes in one.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: Parameters that are reduced all
+            together when the gradient of one is there.
+        mixed_precision: Types to compute and to reduce in.
+        device_mesh: A mesh of one dimension, in place of a group.
+        skip_all_reduce_unused_params: Do not reduce buckets of which no gradient was computed;
+            the unused parameters must then be the same on all ranks.
+        device_ids, output_device, dim, check_reduction, batched_grad_copy: Accepted for torch's
+            sake; the first two must be None on CPU.
+    """
+
+    # torch tells of unused parameters in the next forward pass; True does as torch does.
+    _unused_in_next_forward: ClassVar[bool] = False
+
+    process_group: ProcessGroup
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: MixedPrecision | None = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+        self.logger = Statistics()
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ValueError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
+                "same time"
+            )
+        self.process_group = _choose_group(process_group, device_mesh)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        delayed = list(delay_all_reduce_named_params or ())
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore.update(name for name, _ in delayed)
+        self._module_parameters = [
+            p for name, p in module.named_parameters() if name not in self.parameters_to_ignore
+        ]
+        _check_module(module, self._module_parameters, bool(delayed))
+        _check_devices(self._module_parameters, device_ids, output_device)
+        if check_reduction:
+            warnings.warn("check_reduction has no effect any more", FutureWarning, stacklevel=2)
+
+        self.module = module
+        self.dim = dim
+        self.device_ids = None
+        self.output_device = None
+        self.device = torch.device("cpu")
+        self.device_type = "cpu"
+        self.is_multi_device_module = False
+        self.static_graph = False
+        self.forward_sync_buffers = (
+            forward_sync_buffers
+            if forward_sync_buffers is not None
+            else broadcast_buffers is not False
+        )
+        self.find_unused_parameters = find_unused_parameters
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.mixed_precision = mixed_precision
+        self.broadcast_bucket_size = _BROADCAST_BYTES
+        self._bucket_config = BucketCapacityConfig.create(bucket_cap_mb, bucket_cap_mb_list)
+        self.bucket_bytes_cap = self._bucket_config.bucket_bytes_cap
+        self.bucket_bytes_cap_list = list(self._bucket_config.per_bucket_bytes_caps)
+        self._has_rebuilt_buckets = False
+        self._lazy_init_ran = False
+        self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
+        self._buffer_hook: _BufferHook | None = None
+        self._divide_by_initial_world_size = True
+        self._low: LowPrecision | None = None
+
+        parameters, _ = self._build_params_for_reducer()
+        if init_sync:
+            verify_parameters(self.process_group, self._names, parameters)
+            init_buffers = forward_sync_buffers is not None or broadcast_buffers is not False
+            sync_module_states(
+                module,
+                self.process_group,
+                self.broadcast_bucket_size,
+                0,
+                self.parameters_to_ignore,
+                broadcast_buffers=init_buffers,
+            )
+        self._delayed: DelayedReduction | None = None
+        if delayed:
+            assert param_to_hook_all_reduce is not None
+            self._delayed = DelayedReduction(
+                self.process_group, [p for _, p in delayed], param_to_hook_all_reduce
+            )
+        if mixed_precision is not None:
+            if mixed_precision.param_dtype is not None:
+                self._low = LowPrecision(
+                    (p for p in self._module_parameters), mixed_precision.param_dtype
+                )
+            if mixed_precision.buffer_dtype is not None:
+                cast_buffers(module, mixed_precision.buffer_dtype)
+        self._make_reducer(parameters, static_graph)
+        if static_graph:
+            self._set_static_graph()
+
+    # Construction
+
+    def _make_reducer(self, parameters: Sequence[nn.Parameter], static_graph: bool) -> None:
+        if not parameters:
+            return
+        mixed = self.mixed_precision
+        self.reducer = Reducer(
+            [
+                Slot(i, name, param, sparse)
+                for i, (name, param, sparse) in enumerate(
+                    zip(self._names, parameters, self._sparse, strict=True)
+                )
+            ],
+            self.process_group,
+            self._bucket_config,
+            find_unused_parameters=self.find_unused_parameters,
+            gradient_as_bucket_view=self.gradient_as_bucket_view,
+            static_graph=static_graph,
+            skip_unused=self.skip_all_reduce_unused_params,
+            low=self._low,
+            reduce_dtype=(mixed.reduce_dtype or mixed.param_dtype) if mixed else None,
+            statistics=self.logger,
+        )
+        self.reducer.late = self._unused_in_next_forward
+        self._describe(parameters, static_graph)
+
+    def _describe(self, parameters: Sequence[nn.Parameter], static_graph: bool) -> None:
+        self.logger.describe(
+            {
+                "world_size": self.process_group.size(),
+                "rank": self.process_group.rank(),
+                "module_name": type(self.module).__name__,
+                "device_ids": "",
+                "output_device": -1,
+                "backend_name": self.process_group.name(),
+                "broadcast_buffers": int(self.forward_sync_buffers),
+                "bucket_cap_bytes": self.bucket_bytes_cap,
+                "find_unused_parameters": int(self.find_unused_parameters),
+                "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+                "static_graph": int(static_graph),
+                "is_multi_device_module": 0,
+                "has_sync_bn": int(
+                    any(type(m).__name__ == "SyncBatchNorm" for m in self.module.modules())
+                ),
+                "num_parameter_tensors": len(parameters),
+                "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
+                "dtypes": ", ".join(sorted({torch_name(p.dtype) for p in parameters})),
+            }
+        )
+
+    def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
+        """Return the parameters that are reduced, in order, and which get sparse gradients."""
+        found: dict[nn.Parameter, tuple[str, bool]] = {}
+        self._frozen: list[tuple[str, nn.Parameter]] = []
+        for module_name, module in self.module.named_modules():
+            sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+            for name, param in module.named_parameters(recurse=False):
+                full = f"{module_name}.{name}" if module_name else name
+                # torch writes the parameters of the module itself with a leading dot.
+                if full in self.parameters_to_ignore or f".{full}" in self.parameters_to_ignore:
+                    continue
+                if not param.requires_grad:
+                    self._frozen.append((full, param))
+                elif param not in found:
+                    found[param] = (full, bool(sparse))
+        self._names = [name for name, _ in found.values()]
+        self._sparse = [sparse for _, sparse in found.values()]
+        self._assign_modules_buffers()
+        return list(found), self._sparse
+
+    def _build_debug_param_to_name_mapping(
+        self, parameters: Sequence[nn.Parameter]
+    ) -> dict[int, str]:
+        """Return the name of each parameter by its number."""
+        numbers = {param: i for i, param in enumerate(parameters)}
+        mapping = {}
+        for name, param in zip(self._names, self._build_params_for_reducer()[0], strict=True):
+            if param not in numbers:
+                self._raise(ValueError, f"Param with name {name} is not among those given")
+            mapping[numbers[param]] = name
+        if len(mapping) != len(numbers):
+            self._raise(
+                ValueError,
+                f"Expected param to name mapping of {len(numbers)} parameters, but the module has "
+                f"{len(mapping)}",
+            )
+        return mapping
+
+    def _assign_modules_buffers(self) -> None:
+        """Look up the buffers anew, since a module may put others in their place."""
+        self.named_module_buffers = {
+            name: buffer
+            for name, buffer in self.module.named_buffers()
+            if name not in self.parameters_to_ignore
+        }
+        self.modules_buffers = list(self.named_module_buffers.values())
+
+    # Forward
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module, and expect a backward pass if gradients are enabled."""
+        if not profiler._is_profiler_enabled:
+            return self._forward(*inputs, **kwargs)
+        with profiler.record_function("DistributedDataParallel.forward"):
+            return self._forward(*inputs, **kwargs)
+
+    def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        return self._post_forward(self.module(*inputs, **kwargs))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if not self._lazy_init_ran:
+            self._lazy_init_ran = True
+            self._setup_in_backward_optimizers()
+        syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
+        reducer = getattr(self, "reducer", None)
+        if syncing and reducer is not None:
+            self._check_frozen()
+            self.logger.forward_begins(reducer.num_iterations)
+            reducer.prepare_for_forward()
+        work = Join.notify_join_context(self)
+        if reducer is not None:
+            reducer.joining = self._join_config.enable
+        if self._join_config.enable:
+            self._announce_sync(syncing)
+            if work is not None:
+                work.wait()
+                if reducer is not None and not self._divide_by_initial_world_size:
+                    reducer.divisor = int(work.result()[0].item())
+        if syncing and reducer is not None and reducer.rebuild_buckets():
+            self._has_rebuilt_buckets = True
+        if self._will_sync_buffers(BufferCommHookLocation.PRE_FORWARD):
+            self._sync_buffers()
+        if self._low is not None:
+            self._low.lower()
+            inputs = cast_floats(inputs, self._low.dtype)
+            kwargs = cast_floats(kwargs, self._low.dtype)
+        return inputs, kwargs
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _post_forward(self, output: Any) -> Any:
+        if self._will_sync_buffers(BufferCommHookLocation.POST_FORWARD):
+            self._sync_buffers()
+        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+            self.require_forward_param_sync = True
+            if hasattr(self, "reducer"):
+                self.reducer.arm(list(tensors_in(output)))
+        else:
+            self.require_forward_param_sync = False
+            if self._low is not None:
+                if torch.is_grad_enabled():
+                    self._low.restore_after_backward(tensors_in(output))
+                else:
+                    self._low.restore()
+        if self._delayed is not None:
+            self._delayed.attach()
+        return output
+
+    def _check_frozen(self) -> None:
+        for name, param in self._frozen:
+            if param.requires_grad:
+                raise RuntimeError(
+                    f"parameter {name} was frozen when DistributedDataParallel was made and "
+                    "requires a gradient now, which would not be reduced: unfreeze parameters "
+                    "before wrapping the module, or wrap it again"
+                )
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes of forward passes in this block only accumulate, on this rank.
+
+        The first backward pass after the block reduces what has accumulated.
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    # Buffers
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers are copied from rank 0 before each forward pass."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    def will_sync_module_buffers(self) -> bool:
+        """Say whether the next forward pass copies buffers between ranks."""
+        return (
+            self.require_forward_param_sync
+            and self.forward_sync_buffers
+            and len(self.modules_buffers) > 0
+        )
+
+    def _will_sync_buffers(self, location: BufferCommHookLocation) -> bool:
+        hook = self._buffer_hook
+        here = hook.location if hook is not None else BufferCommHookLocation.PRE_FORWARD
+        return here is location and self.will_sync_module_buffers()
+
+    def _sync_buffers(self) -> None:
+        # With uneven inputs rank 0 may have joined, and its buffers be old.
+        source = self._find_common_rank(True) if self._join_config.enable else 0
+        self._assign_modules_buffers()
+        self._sync_module_buffers(source)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        with (
+            torch.no_grad(),
+            _unsafe_preserve_version_counter(tuple(self.modules_buffers)),
+        ):
+            if self._buffer_hook is None:
+                self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
+                return
+            futures = self._buffer_hook.hook(self._buffer_hook.state, self.named_module_buffers)
+            if futures is not None:
+                waits = [futures] if isinstance(futures, Future) else list(futures)
+                self.reducer.after_backward += [future.wait for future in waits]
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """Copy buffers from one rank to all."""
+        broadcast_coalesced(
+            self.process_group,
+            self.modules_buffers if bufs is None else bufs,
+            bucket_size or self.broadcast_bucket_size,
+            authoritative_rank,
+        )
+
+    def _register_buffer_comm_hook(
+        self,
+        state: Any,
+        hook: Callable[[Any, dict[str, Tensor]], Any],
+        comm_hook_location: BufferCommHookLocation = BufferCommHookLocation.POST_FORWARD,
+    ) -> None:
+        """Let ``hook(state, buffers by name)`` synchronise buffers, before or after forward.
+
+        It may return futures, which are waited for at the end of backward.
+        """
+        if not callable(hook):
+            raise AssertionError(f"a buffer hook must be callable, got {type(hook).__name__}")
+        self._buffer_hook = _BufferHook(hook, state, comm_hook_location)
+
+    # Communication hooks
+
+    def register_comm_hook(
+        self, state: Any, hook: Callable[[Any, GradBucket], Future[Any]]
+    ) -> None:
+        """Let ``hook(state, bucket)`` reduce the gradients, once and for all.
+
+        It is called with each bucket, in one order on all ranks, as soon as its gradients are
+        there, and returns a future of the flat result. Callbacks of the futures of asynchronous
+        collectives that it starts run at the end of backward, in that order, too.
+        """
+        self._check_comm_hook(hook)
+        if self.reducer.hook is not None:
+            self._raise(
+                RuntimeError,
+                "register_comm_hook or register_builtin_comm_hook can only be called once.",
+            )
+        self.reducer.hook = (state, hook)
+        self._comm_hooks.append((hook, state))
+        self.logger.set_fact("comm_hook", getattr(hook, "__qualname__", type(hook).__qualname__))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        """Reduce gradients in one of the ways that are known by name."""
+        from phalanx.algorithms.ddp_comm_hooks import default_hooks
+
+        name = getattr(comm_hook_type, "name", comm_hook_type)
+        hooks = {
+            "ALLREDUCE": default_hooks.allreduce_hook,
+            "FP16_COMPRESS": default_hooks.fp16_compress_hook,
+        }
+        if name not in hooks:
+            raise ValueError(f"unknown builtin hook {comm_hook_type!r} (known: {', '.join(hooks)})")
+        self.register_comm_hook(self.process_group, hooks[name])
+        self.logger.set_fact("comm_hook", f"builtin_{name.lower()}")
+
+    def _register_fused_optim(
+        self,
+        optim: type[torch.optim.Optimizer],
+        *args: Any,
+        optim_params: Sequence[Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Step each parameter with an optimizer of this class as soon as its bucket is reduced."""
+        from phalanx.algorithms._optimizer_overlap import _as_overlapped_optim
+
+        overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
+        try:
+            overlapped.register_ddp(self)
+        except NotImplementedError as error:
+            raise RuntimeError(f"{optim} does not support overlapped DDP") from error
+
+    def _setup_in_backward_optimizers(self) -> None:
+        if not any(hasattr(p, "_in_backward_optimizers") for p in self._module_parameters):
+            return
+        from phalanx.algorithms.ddp_comm_hooks import optimizer_overlap_hooks
+
+        optimizer_overlap_hooks._setup_in_backward(self)
+
+    def _check_comm_hook(self, hook: Any) -> None:
+        if not callable(hook):
+            self._raise(TypeError, "Communication hook must be callable.")
+        try:
+            signature = inspect.signature(hook)
+        except ValueError:
+            return
+        bucket = signature.parameters.get("bucket")
+        annotation = inspect.Parameter.empty if bucket is None else bucket.annotation
+        if annotation not in (inspect.Parameter.empty, GradBucket) and not _names(
+            annotation, "GradBucket"
+        ):
+            self._raise(
+                ValueError, "Communication hook: bucket annotation should be dist.GradBucket."
+            )
+        returned = signature.return_annotation
+        if returned not in (inspect.Signature.empty, Future[Tensor]) and not _names(
+            returned, "Future"
+        ):
+            self._raise(
+                ValueError,
+                "Communication hook: return annotation should be "
+                "torch.futures.Future[torch.Tensor].",
+            )
+
+    # Uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """Return a context in which ranks may have different numbers of inputs.
+
+        A rank that has run out of them goes along with the others, contributing zeros. Gradients
+        are divided by the number of all ranks, or of those that still have inputs if
+        ``divide_by_initial_world_size`` is False. In the end all ranks have the model of one that
+        had the most inputs.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what a rank without input does for this module."""
+        return DDPJoinHook(
+            self, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True)
+        )
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        return self.process_group
+
+    # The rest of torch's surface
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Return facts and times, under the names of torch's DDPLoggingData; times in ns."""
+        data = self.logger.data()
+        if hasattr(self, "reducer"):
+            data["can_set_static_graph"] = bool(self.reducer._ddp_graph_static())
+        return data
+
+    def statistics(self) -> str:
+        """Return the same as a table to read."""
+        return f"{type(self).__name__} of {type(self.module).__name__}\n{self.logger.table()}"
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Keep the times of every ``sample_rate``'th iteration, after the first ten."""
+        if sample_rate < 1:
+            self._raise(
+                ValueError,
+                "DDP runtime logging sample rate should be equal or greater than 1, "
+                f"got {sample_rate}",
+            )
+        self.logger.set_sample_rate(sample_rate)
+
+    def _set_static_graph(self) -> None:
+        """Promise that the graph stays the same, before the first iteration."""
+        if self.static_graph:
+            warnings.warn("static_graph is set already", stacklevel=2)
+            return
+        if self.reducer.num_iterations:
+            self._raise(
+                RuntimeError, "_set_static_graph should be called before training loop starts"
+            )
+        self.static_graph = self.reducer.static_graph = True
+        self.logger.set_fact("static_graph", 1)
+        if self.find_unused_parameters:
+            warnings.warn(
+                "static_graph finds unused parameters by itself: find_unused_parameters=True is "
+                "not needed with it",
+                stacklevel=2,
+            )
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Let parameters and buffers, by their full names, be left alone when it is wrapped."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        ignored = set(params_and_buffers_to_ignore)
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+            if name in ignored:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """Yield the parameters that are not ignored."""
+        for name, param in module.named_parameters():
+            if not hasattr(param, "_ddp_ignored"):
+                yield (name, param) if named_params else param
+
+    def _remove_autograd_hooks(self) -> None:
+        """Reduce nothing any more."""
+        self.reducer.remove_hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        """Raise if gradients of the last backward pass are missing."""
+        self.reducer.check_finished()
+
+    def _update_process_group(self, new_process_group: ProcessGroup) -> None:
+        """Go on with other ranks; hooks with groups of their own must be told apart."""
+        self._has_rebuilt_buckets = False
+        if is_outside(new_process_group):
+            return
+        self.process_group = new_process_group
+        self.reducer.change_group(new_process_group)
+
+    def _set_ddp_sink_clone(self, val: bool) -> None:
+        """Accepted for torch's sake: outputs are never copied here."""
+
+    def _find_common_rank(self, is_candidate: bool) -> int:
+        """Agree on the highest rank that is a candidate."""
+        from phalanx.collectives import all_reduce
+        from phalanx.types import ReduceOp
+
+        rank = torch.tensor([self.process_group.rank() if is_candidate else -1])
+        all_reduce(rank, ReduceOp.MAX, self.process_group)
+        return int(rank.item())
+
+    def _announce_sync(self, syncing: bool) -> bool:
+        """Tell ranks that have joined whether this iteration reduces gradients."""
+        from phalanx.collectives import all_reduce
+
+        flag = torch.tensor([float(syncing)])
+        all_reduce(flag, group=self.process_group)
+        return bool(flag.item())
+
+    def _raise(self, kind: type[Exception], message: str) -> NoReturn:
+        self.logger.set_error_and_log(f"{kind}: {message}")
+        raise kind(message)
+
+    # Copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not default_group():
+            raise RuntimeError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process "
+                "group, since a copy can only find that one again"
+            )
+        state = copy.copy(self.__dict__)
+        for name in ("process_group", "reducer", "logger", "_delayed"):
+            state.pop(name, None)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.process_group = default_group()
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self.logger = Statistics()
+        self._delayed = None
+        parameters, _ = self._build_params_for_reducer()
+        self._make_reducer(parameters, self.static_graph)
+
+
+def _names(annotation: Any, name: str) -> bool:
+    """Say whether an annotation that may be text or a generic names a type."""
+    return name in (
+        annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
+    )
+
+
+def _choose_group(group: ProcessGroup | None, mesh: DeviceMesh | None) -> ProcessGroup:
+    if group is not None and mesh is not None:
+        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+    if mesh is None:
+        return resolve(group)
+    if mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
+    return mesh.get_group(0)
+
+
+def _check_module(module: nn.Module, parameters: Sequence[nn.Parameter], delayed: bool) -> None:
+    if not delayed and not any(p.requires_grad for p in parameters):
+        raise RuntimeError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+            "requires a gradient."
+        )
+    for name, param in module.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise RuntimeError(
+                f"parameter {name} is uninitialized: run a dummy forward pass before wrapping the "
+                "module"
+            )
+
+
+def _check_devices(parameters: Sequence[nn.Parameter], device_ids: Any, output_device: Any) -> None:
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError("device_ids can only be None or contain a single element.")
+    others = {str(p.device) for p in parameters if p.device.type != "cpu"}
+    if others:
+        raise ValueError(f"parameters must be on the CPU, some are on {', '.join(sorted(others))}")
+    if device_ids or output_device is not None:
+        raise ValueError(
+            "device_ids and output_device must be None for a module on the CPU, got "
+            f"{device_ids} and {output_device}"
+        )
+
+
+def dump_environment() -> None:
+    """Print the environment variables that matter to training, as torch's helper does."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
+        print(f"env:{name}={os.environ.get(name, 'N/A')}")

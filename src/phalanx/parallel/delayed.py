@@ -1,0 +1,40 @@
+"""Gradients that are reduced all together, when that of one parameter is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.group import ProcessGroup
+from phalanx.heap import empty_shared
+from phalanx.types import ReduceOp
+from phalanx.world import active
+
+
+class DelayedReduction:
+    """One flat tensor with the gradients of some parameters, which accumulate there."""
+
+    def __init__(
+        self, group: ProcessGroup, parameters: Sequence[nn.Parameter], trigger: nn.Parameter
+    ) -> None:
+        dtypes = {param.dtype for param in parameters}
+        if len(dtypes) != 1:
+            raise ValueError(f"delayed parameters must have one dtype, got {dtypes}")
+        self._group = group
+        self._parameters = parameters
+        self._flat = empty_shared(sum(p.numel() for p in parameters), dtype=dtypes.pop())
+        pieces = self._flat.split([p.numel() for p in parameters])  # type: ignore[no-untyped-call]
+        self._views = [v.view(p.shape) for v, p in zip(pieces, parameters, strict=True)]
+        trigger.register_hook(self._reduce)  # type: ignore[no-untyped-call]
+
+    def attach(self) -> None:
+        """Let gradients that are not there accumulate in the flat tensor."""
+        with torch.no_grad():
+            for param, view in zip(self._parameters, self._views, strict=True):
+                if param.grad is None:
+                    param.grad = view.zero_()
+
+    def _reduce(self, _: Tensor) -> None:
+        active(self._group).all_reduce(self._flat, ReduceOp.AVG)

@@ -1,0 +1,505 @@
+"""Reducing gradients while backward computes further ones."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.futures import Future
+
+from phalanx import collectives
+from phalanx.group import ProcessGroup
+from phalanx.parallel.buckets import (
+    Bucket,
+    BucketCapacityConfig,
+    GradBucket,
+    Slot,
+    compute_bucket_assignment_by_size,
+)
+from phalanx.parallel.precision import LowPrecision
+from phalanx.parallel.statistics import Statistics
+from phalanx.parallel.unused import Usage
+from phalanx.types import ReduceOp
+from phalanx.work import Deferral, Work
+from phalanx.world import active
+
+Hook = Callable[[Any, GradBucket], Future[Any]]
+
+# From this size on a gradient is copied into its bucket at once, while it is in the cache; smaller
+# ones wait for each other, to be copied in one go.
+_LARGE = 16 * 1024  # elements
+
+_AUTOGRAD = ("torch/autograd/graph.py", "torch/autograd/__init__.py")
+
+
+class Reducer:
+    """The gradients of one model, in buckets that are reduced in one order on all ranks.
+
+    A forward pass arms it. Backward begins when a gradient reaches one of the module's outputs,
+    or a parameter. Each parameter's gradient, once accumulated, counts as ready; the bucket whose
+    gradients are all ready, and which is next in order, is reduced by the group's own thread while
+    backward goes on. At the end of backward the rest is reduced, and all is waited for. From then
+    on the gradients are pieces of the buckets.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        group: ProcessGroup,
+        caps: BucketCapacityConfig,
+        *,
+        find_unused_parameters: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        skip_unused: bool = False,
+        low: LowPrecision | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        statistics: Statistics,
+    ) -> None:
+        self.slots = list(slots)
+        self.group = group
+        self.caps = caps
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.statistics = statistics
+        self.usage = Usage(self.slots, statistics)
+        self.rebuilt = False
+        self.num_iterations = 0
+        self.skip_unused = skip_unused
+        # In mixed precision gradients are reduced in a type of their own.
+        self.low = low
+        self.dtype = reduce_dtype
+        self.hook: tuple[Any, Hook] | None = None
+        self.after_backward: list[Callable[[], None]] = []  # run once, when the next one is done
+        self.on_finish: Callable[[], None] | None = None  # run whenever one is done
+        self.divisor: int | None = None  # of sums, if not the number of ranks
+        self.joining = False  # whether ranks may have run out of input
+        self.late = False  # whether unused parameters are an error only in the next forward pass
+        limits, _ = caps.compute_bucket_size_limits(static_graph, find_unused_parameters)
+        tensors = [slot.param for slot in self.slots]
+        sparse = [slot.sparse for slot in self.slots]
+        indices, _ = compute_bucket_assignment_by_size(tensors, limits, sparse)
+        # Parameters are mostly used in the order in which they are defined.
+        self._build(list(reversed(indices)))
+        self._armed = False
+        self._running = False
+        self._ticket = 0
+        self._open: set[int] = set()  # outputs that may still get a gradient
+        self._reset()
+        # Weakly, so that a model that is wrapped no more is reduced no more.
+        self_ref = weakref.ref(self)
+        self._handles = [
+            slot.param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                partial(_on_grad, self_ref, slot)
+            )
+            for slot in self.slots
+        ]
+
+    def _build(self, indices: Sequence[Sequence[int]]) -> None:
+        self.buckets = [
+            Bucket(
+                i, [self.slots[j] for j in chosen], self.dtype or self.slots[chosen[0]].param.dtype
+            )
+            for i, chosen in enumerate(indices)
+        ]
+        self.statistics.buckets(self.buckets, self.rebuilt)
+
+    def _reset(self) -> None:
+        """Expect every gradient again."""
+        for bucket in self.buckets:
+            bucket.pending = sum(slot.due > 0 for slot in bucket.slots)
+            bucket.loose.clear()
+        for slot in self.slots:
+            slot.left = slot.due
+        self._order: list[Slot] = []
+        self._graphs: list[
+            Slot
+        ] = []  # whose gradients can be differentiated, and stay what they are
+        self._next = 0  # the bucket to be reduced next
+        self._works: list[tuple[Bucket, Work | None]] = []
+        self._deferral = Deferral()
+        self._futures: list[tuple[GradBucket, Bucket, Future[Any]]] = []
+
+    @property
+    def learning(self) -> bool:
+        """Whether this is the first pass of a graph that is said to stay the same."""
+        return self.static_graph and not self.usage.passes
+
+    # Forward
+
+    def arm(self, outputs: Sequence[Tensor]) -> None:
+        """Expect a backward pass from these outputs of the module."""
+        self._armed = True
+        reducer = weakref.ref(self)
+        for output in outputs:
+            if output.grad_fn is not None:
+                self._ticket += 1
+                self._open.add(self._ticket)
+                output.register_hook(partial(_on_output, reducer, self._ticket))  # type: ignore[no-untyped-call]
+
+    def prepare_for_forward(self) -> None:
+        """Begin an iteration; raise if the one before has left gradients out."""
+        self.num_iterations += 1
+        self.check_finished()
+        self._open.clear()
+
+    def check_finished(self) -> None:
+        """Raise on all ranks if gradients of the last backward pass are missing."""
+        if self._running:  # an exception has left it; others may wait for what it owes them
+            self._running = False
+            self._finish(abandoned=True)
+        elif self._order:
+            self._finish()
+
+    def rebuild_buckets(self) -> bool:
+        """Build buckets in the order in which gradients arrived on the first rank, once."""
+        if self.rebuilt or not self.usage.passes or self.caps.has_custom_per_bucket_caps:
+            return False
+        if self.find_unused_parameters and not self.static_graph:
+            return False  # the order may change with every pass
+        order = torch.tensor(self.usage.order, dtype=torch.int64)
+        active(self.group).broadcast(order, 0)
+        self.rebuilt = True
+        indices, _ = compute_bucket_assignment_by_size(
+            [self.slots[i].param for i in order.tolist()],
+            self.caps.limits(),
+            [slot.sparse for slot in self.slots],
+            order.tolist(),
+        )
+        self._build(indices)
+        self._reset()
+        return True
+
+    # Backward
+
+    def on_output(self, key: int) -> None:
+        """A gradient has reached an output of the module."""
+        if _in_autograd_grad():
+            return
+        self._open.discard(key)
+        if not self._running:
+            self._begin()
+
+    def on_grad(self, slot: Slot) -> None:
+        """A parameter's gradient has been accumulated to."""
+        if not self._running:
+            if not self._armed:
+                return
+            self._begin()
+        bucket = slot.bucket
+        left = slot.left = slot.left - 1
+        if left:
+            if left < 0 and not self.learning:
+                self.usage.raise_again(slot, self.static_graph)
+            return
+        self._order.append(slot)
+        if not bucket.sparse:
+            grad = slot.param.grad
+            if grad is not slot.view:
+                self._take_in(slot, cast(Tensor, grad))
+        bucket.pending -= 1
+        if not bucket.pending:
+            self._launch_ready()
+
+    def _take_in(self, slot: Slot, grad: Tensor) -> None:
+        """Copy a gradient into its bucket, at once or with others."""
+        if self.low is not None:
+            return
+        if grad.is_sparse or grad.dtype is not slot.bucket.dtype:
+            raise RuntimeError(
+                f"the gradient of {slot.name} is {grad.layout}, {grad.dtype}, but dense "
+                f"{slot.bucket.dtype} when DistributedDataParallel was made: wrap the module after "
+                "its parameters have their final type"
+            )
+        if grad.numel() >= _LARGE and not grad.requires_grad:
+            slot.view.copy_(grad)
+            slot.param.grad = slot.view
+        else:
+            slot.bucket.loose.append(slot)
+
+    def _begin(self) -> None:
+        self._running = True
+        if not self._order:
+            self.statistics.backward_begins()
+            if not self.gradient_as_bucket_view:
+                for bucket in self.buckets:
+                    # The gradients of the last step may have been kept for something.
+                    if not bucket.sparse and bucket.is_held():
+                        bucket.renew()
+            for slot in self.slots:
+                if not slot.due:
+                    self._contribute(slot)
+        Variable._execution_engine.queue_callback(partial(_on_end, weakref.ref(self)))
+
+    def _launch_ready(self) -> None:
+        """Reduce all buckets whose turn it is, but the last: nothing is left to overlap it with."""
+        if self.learning:
+            return
+        last = len(self.buckets) - 1
+        while self._next < last and not self.buckets[self._next].pending:
+            self._launch(self.buckets[self._next], async_op=True)
+
+    def _launch(self, bucket: Bucket, async_op: bool) -> None:
+        self._next += 1
+        self.statistics.communication_begins()
+        if bucket.sparse:
+            self._launch_sparse(bucket)
+            return
+        with torch.no_grad():
+            self._settle(bucket)
+        if self.hook is not None:
+            self._apply_hook(bucket, bucket.flat, bucket.gradients())
+            return
+        transport = active(self.group)
+        self._works.append(
+            (bucket, transport.all_reduce(bucket.flat, self._op(), async_op=async_op))
+        )
+
+    def _settle(self, bucket: Bucket) -> None:
+        """Bring all gradients of a bucket into it."""
+        if self.low is None:
+            self._graphs += bucket.settle(adopt=True)
+            return
+        for slot in bucket.slots:
+            if slot.left < slot.due:
+                slot.view.copy_(cast(Tensor, slot.param.grad))
+                if (kept := self.low.kept(slot.param)) is not None:
+                    slot.view.add_(kept)
+        bucket.loose.clear()
+
+    def _op(self) -> ReduceOp:
+        return ReduceOp.AVG if self.divisor is None else ReduceOp.premul_sum(1 / self.divisor)
+
+    def _launch_sparse(self, bucket: Bucket) -> None:
+        (slot,) = bucket.slots
+        grad = slot.param.grad
+        if grad is None:
+            grad = _no_rows(slot.param)
+        elif not grad.is_sparse:
+            raise RuntimeError(
+                f"the gradient of {slot.name} was to be sparse, as its module says, but is dense"
+            )
+        if self.hook is not None:
+            self._apply_hook(bucket, grad, [grad])
+            return
+        slot.view = grad
+        op = ReduceOp.AVG if self.divisor is None else ReduceOp.SUM
+        work = collectives.all_reduce(grad, op, self.group, async_op=True)
+        self._works.append((bucket, work))
+
+    def _apply_hook(self, bucket: Bucket, flat: Tensor, gradients: list[Tensor]) -> None:
+        given = GradBucket(bucket.index, len(self.buckets), flat, gradients, bucket.parameters())
+        self._futures.append((given, bucket, self.run_hook(given)))
+
+    def run_hook(self, bucket: GradBucket) -> Future[Any]:
+        """Let the communication hook reduce a bucket."""
+        state, hook = cast("tuple[Any, Hook]", self.hook)
+        with self._deferral.collecting(), torch.no_grad():
+            return hook(state, bucket)
+
+    # The end of backward
+
+    def on_end(self) -> None:
+        """Backward has visited everything."""
+        if not self._running:
+            return
+        self._running = False
+        if (
+            len(self._order) < len(self.slots)
+            and not (self.find_unused_parameters or self.learning)
+            and (self.late or self._open)
+            and any(slot.left > 0 for slot in self.slots if slot.param.requires_grad)
+        ):
+            return  # another backward pass may bring them; the next forward pass looks again
+        self._finish()
+
+    def _finish(self, abandoned: bool = False) -> None:
+        """Reduce what has not been reduced, and hand out the gradients."""
+        self._armed = False
+        self.statistics.computation_ends()
+        absent = []
+        if len(self._order) < len(self.slots):
+            absent = [slot for slot in self.slots if slot.left == slot.due]
+            for slot in absent:
+                if slot.due:
+                    self._contribute(slot)
+            for slot in self.slots:
+                if 0 < slot.left < slot.due and slot.param.grad is not slot.view:
+                    self._take_in(slot, cast(Tensor, slot.param.grad))
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            if self.skip_unused and all(slot.left == slot.due for slot in bucket.slots):
+                self._next += 1
+                continue
+            self._launch(bucket, async_op=self._next < len(self.buckets) - 1)
+        self._wait()
+        self.statistics.communication_ends()
+        try:
+            self.usage.settle(
+                self.group,
+                self._order,
+                find_unused=self.find_unused_parameters,
+                static_graph=self.static_graph,
+                abandoned=abandoned,
+                joining=self.joining,
+            )
+            self._hand_out(absent)
+        finally:
+            unused = sum(slot.param.numel() * slot.param.element_size() for slot in absent)
+            num_reduced = len(self._works) + len(self._futures)
+            self.statistics.pass_ends(self.usage.order, num_reduced, unused)
+            self._reset()
+        if self.on_finish is not None:
+            self.on_finish()
+        callbacks, self.after_backward = self.after_backward, []
+        for callback in callbacks:
+            callback()
+
+    def _contribute(self, slot: Slot) -> None:
+        """Take part with what a parameter that was not used has: an earlier gradient, or zeros."""
+        if slot.bucket.sparse:
+            return
+        grad = slot.param.grad if self.low is None else self.low.kept(slot.param)
+        if grad is None:
+            slot.view.zero_()
+        elif grad is slot.view:
+            # The reduction writes here, but nobody must notice if no rank has used it.
+            slot.param.grad = grad.clone()
+        else:
+            slot.view.copy_(grad)
+
+    def _wait(self) -> None:
+        for _, work in self._works:
+            if work is not None:
+                work.wait()
+        if self._futures:
+            self._deferral.complete()
+            for given, bucket, future in self._futures:
+                value = future.wait()
+                result = value[0] if isinstance(value, list | tuple) else value
+                _take_result(given, bucket, result)
+
+    def _hand_out(self, absent: Sequence[Slot]) -> None:
+        """Make the pieces of the buckets the gradients, but of parameters that no rank used."""
+        for slot in self._graphs:
+            cast(Tensor, slot.param.grad).data.copy_(slot.view)
+        if self.divisor is not None:
+            for bucket, work in self._works:
+                if bucket.sparse:
+                    bucket.slots[0].view.div_(self.divisor)
+        if self.low is not None:
+            self.low.restore()
+        for slot in absent if self.low is None else self.slots:
+            if slot.left < slot.due or self.usage.used_anywhere(slot):
+                slot.param.grad = (
+                    slot.view if self.low is None else slot.view.to(slot.param.dtype, copy=True)
+                )
+
+    # For others
+
+    def shadow_backward(self) -> None:
+        """Take part in a backward pass of the other ranks without gradients of one's own."""
+        for bucket in self.buckets:
+            if self.hook is not None:
+                self.run_hook(self._zeros(bucket)).wait()
+            elif bucket.sparse:
+                op = ReduceOp.AVG if self.divisor is None else ReduceOp.SUM
+                collectives.all_reduce(_no_rows(bucket.slots[0].param), op, self.group)
+            else:
+                active(self.group).all_reduce(self._zeros(bucket).buffer(), self._op())
+        self.usage.settle(self.group, (), find_unused=True, static_graph=False)
+        self._reset()
+
+    def _zeros(self, bucket: Bucket) -> GradBucket:
+        flat = torch.zeros(bucket.numel, dtype=bucket.dtype)
+        pieces = flat.split([slot.param.numel() for slot in bucket.slots])  # type: ignore[no-untyped-call]
+        views = [
+            piece.view(slot.param.shape) for piece, slot in zip(pieces, bucket.slots, strict=True)
+        ]
+        return GradBucket(bucket.index, len(self.buckets), flat, views, bucket.parameters())
+
+    def change_group(self, group: ProcessGroup) -> None:
+        """Go on with the ranks of another group, as if from the beginning."""
+        self.group = group
+        self.usage = Usage(self.slots, self.statistics)
+        self.rebuilt = self._running = self._armed = False
+        self._reset()
+
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
+        return [self._zeros(bucket) for bucket in self.buckets]
+
+    def _get_local_used_map(self) -> Tensor:
+        return self.usage.local_map()
+
+    def _ddp_graph_static(self) -> bool:
+        return self.usage.always_same
+
+    def _rebuild_buckets(self) -> bool:
+        return self.rebuild_buckets()
+
+    def _run_comm_hook(self, bucket: GradBucket) -> Future[Any]:
+        return self._run_allreduce_hook(bucket) if self.hook is None else self.run_hook(bucket)
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> Future[Any]:
+        """Average a bucket as is done without a hook."""
+        work = active(self.group).all_reduce(bucket.buffer(), self._op(), async_op=True)
+        with self._deferral.collecting():
+            return cast(Work, work).get_future().then(lambda future: future.value()[0])
+
+    def remove_hooks(self) -> None:
+        """Let go of the parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _take_result(given: GradBucket, bucket: Bucket, result: Tensor) -> None:
+    """Put what a hook has made of a bucket in its place."""
+    if not isinstance(result, Tensor) or result.numel() != given.buffer().numel():
+        shown = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
+        raise RuntimeError(
+            f"the communication hook gave {shown} for bucket {bucket.index}, which holds "
+            f"{bucket.numel} elements: its future must hold one flat tensor of that many"
+        )
+    if bucket.sparse:
+        bucket.slots[0].param.grad = bucket.slots[0].view = result
+    elif result.data_ptr() != bucket.flat.data_ptr():
+        bucket.flat.copy_(result.view(-1))
+
+
+def _no_rows(param: Tensor) -> Tensor:
+    """Return a sparse gradient of a parameter of which nothing was used."""
+    indices = torch.empty(1, 0, dtype=torch.int64)
+    values = torch.empty(0, *param.shape[1:], dtype=param.dtype)
+    return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
+
+
+def _in_autograd_grad() -> bool:
+    """Say whether the running pass is of torch.autograd.grad, which accumulates nothing."""
+    frame: Any = sys._getframe(3)
+    while frame is not None and frame.f_code.co_filename.endswith(_AUTOGRAD):
+        if frame.f_code is torch.autograd.grad.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _on_grad(reducer: weakref.ref[Reducer], slot: Slot, _: Tensor) -> None:
+    if (alive := reducer()) is not None:
+        alive.on_grad(slot)
+
+
+def _on_output(reducer: weakref.ref[Reducer], key: int, _: Tensor) -> None:
+    if (alive := reducer()) is not None:
+        alive.on_output(key)
+
+
+def _on_end(reducer: weakref.ref[Reducer]) -> None:
+    if (alive := reducer()) is not None:
+        alive.on_end()

@@ -1,0 +1,108 @@
+"""Making sure that all ranks train the same model: comparing it, and copying one rank's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.collectives import all_gather_single
+from phalanx.group import ProcessGroup
+from phalanx.heap import empty_shared
+from phalanx.objects import all_gather_object
+from phalanx.world import active
+
+_CHUNK_BYTES = 16 * 1024 * 1024
+_SHOWN = 8  # differences listed in a message
+
+
+def verify_parameters(
+    group: ProcessGroup, names: Sequence[str], parameters: Sequence[Tensor]
+) -> None:
+    """Raise RuntimeError on all ranks unless they have parameters alike: names, shapes, dtypes."""
+    own = [
+        f"{name}: {str(p.dtype).removeprefix('torch.')}{list(p.shape)}"
+        + ("" if p.is_contiguous() else f" strides {list(p.stride())}")
+        for name, p in zip(names, parameters, strict=True)
+    ]
+    digest = hashlib.sha256("\n".join(own).encode()).digest()[:8]
+    digests = torch.empty(group.size(), dtype=torch.int64)
+    all_gather_single(
+        digests, torch.tensor([int.from_bytes(digest, "little", signed=True)]), group=group
+    )
+    if bool((digests == digests[0]).all()):
+        return
+    models: list[Any] = [None] * group.size()
+    all_gather_object(models, own, group=group)
+    raise RuntimeError(
+        "DDP expects same model across all ranks, but the parameters differ "
+        f"(DDP verifies: rank {group.ranks[group.rank()]}):\n{_differences(group, models)}\n"
+        "build the model from the same configuration on every rank"
+    )
+
+
+def _differences(group: ProcessGroup, models: Sequence[Sequence[str]]) -> str:
+    """Say what each rank has that not all others have."""
+    common = set(models[0]).intersection(*models[1:])
+    lines: dict[str, list[int]] = {}
+    for rank, model in zip(group.ranks, models, strict=True):
+        own = [entry for entry in model if entry not in common]
+        text = ", ".join(own[:_SHOWN]) + (f" and {len(own) - _SHOWN} more" * (len(own) > _SHOWN))
+        if not own:
+            text = "nothing of its own" if len(common) < max(map(len, models)) else "another order"
+        lines.setdefault(f"{len(model)} parameters, of these {text}", []).append(rank)
+    return "\n".join(
+        f"  {'rank ' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in lines.items()
+    )
+
+
+def sync_module_states(
+    module: nn.Module,
+    process_group: ProcessGroup,
+    broadcast_bucket_size: int = _CHUNK_BYTES,
+    src: int = 0,
+    params_and_buffers_to_ignore: Iterable[str] = (),
+    broadcast_buffers: bool = True,
+) -> None:
+    """Copy the parameters and buffers of group rank ``src`` to all ranks of the group."""
+    ignored = set(params_and_buffers_to_ignore)
+    states = [p.detach() for name, p in module.named_parameters() if name not in ignored]
+    if broadcast_buffers:
+        states += [b.detach() for name, b in module.named_buffers() if name not in ignored]
+    broadcast_coalesced(process_group, states, broadcast_bucket_size, src)
+
+
+def broadcast_coalesced(
+    group: ProcessGroup, tensors: Sequence[Tensor], buffer_size: int = _CHUNK_BYTES, src: int = 0
+) -> None:
+    """Copy tensors of group rank ``src`` to all ranks of the group, many at a time."""
+    batch: list[Tensor] = []
+    size = 0
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if batch and size + nbytes > min(buffer_size, _CHUNK_BYTES):
+            _broadcast_flat(group, batch, size, src)
+            batch, size = [], 0
+        batch.append(tensor)
+        size += nbytes
+    if batch:
+        _broadcast_flat(group, batch, size, src)
+
+
+@torch.no_grad()
+def _broadcast_flat(group: ProcessGroup, tensors: list[Tensor], size: int, src: int) -> None:
+    flat = empty_shared(size, dtype=torch.uint8)
+    # As bytes, so that one exchange carries all element types.
+    pieces = flat.split([t.numel() * t.element_size() for t in tensors])  # type: ignore[no-untyped-call]
+    if group.rank() == src:
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            piece.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+    active(group).broadcast(flat, src)
+    if group.rank() != src:
+        for tensor, piece in zip(tensors, pieces, strict=True):
+            # A piece may begin anywhere, and other types want their alignment: hence the copy.
+            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))

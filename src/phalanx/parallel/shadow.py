@@ -1,0 +1,47 @@
+"""What a rank without input does for DistributedDataParallel."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from phalanx.algorithms.join import JoinHook
+from phalanx.parallel.replicas import sync_module_states
+
+if TYPE_CHECKING:
+    from phalanx.parallel.ddp import DistributedDataParallel
+
+
+class DDPJoinHook(JoinHook):
+    """Make the same exchanges as a rank with input, in the same order, contributing nothing."""
+
+    def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
+        self.ddp = ddp
+        ddp._divide_by_initial_world_size = divide_by_initial_world_size
+        ddp.logger.set_fact("join_uneven_inputs", 1)
+
+    def main_hook(self) -> None:
+        """Shadow one forward and backward pass."""
+        ddp = self.ddp
+        syncing = ddp._announce_sync(False)
+        if syncing:
+            ddp.reducer.check_finished()
+            if ddp.reducer.rebuild_buckets():
+                ddp._has_rebuilt_buckets = True
+        if ddp.will_sync_module_buffers():
+            ddp._sync_module_buffers(ddp._find_common_rank(False))
+        ddp.require_forward_param_sync = syncing
+        if syncing:
+            ddp.reducer.shadow_backward()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Take over the model of a rank that had the most input."""
+        ddp = self.ddp
+        sync_module_states(
+            ddp.module,
+            ddp.process_group,
+            ddp.broadcast_bucket_size,
+            ddp._find_common_rank(is_last_joiner),
+            ddp.parameters_to_ignore,
+            ddp.forward_sync_buffers,
+        )
+        ddp.reducer.divisor = None

@@ -1,0 +1,144 @@
+"""What DistributedDataParallel tells about itself: how it is set up, and where its time goes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx import logs
+from phalanx.parallel.buckets import Bucket
+
+_log = logs.area("ddp")
+
+_NAMES = {
+    "float16": "c10::Half",
+    "bfloat16": "c10::BFloat16",
+    "float32": "float",
+    "float64": "double",
+}
+
+_ENVIRONMENT = {
+    "master_port": "MASTER_PORT",
+    "master_addr": "MASTER_ADDR",
+    "torch_distributed_debug": "TORCH_DISTRIBUTED_DEBUG",
+    "cuda_visible_devices": "CUDA_VISIBLE_DEVICES",
+}
+_SAMPLE_RATE = 100
+_ALWAYS_SAMPLED = 10  # iterations at the beginning
+
+_SPANS = {
+    "forward_compute_time": ("forward_compute_time_start", "backward_compute_time_start"),
+    "backward_compute_time": ("backward_compute_time_start", "backward_compute_time_end"),
+    "backward_comm_time": ("backward_comm_time_start", "backward_comm_time_end"),
+    "backward_compute_comm_overlap_time": ("backward_comm_time_start", "backward_compute_time_end"),
+}
+
+
+class Statistics:
+    """Facts and times of one model, under the names that torch's DDPLoggingData has; times in ns."""
+
+    def __init__(self) -> None:
+        self._facts: dict[str, Any] = {}
+        self._clock: dict[str, int] = {}
+        self._totals = dict.fromkeys(_SPANS, 0)
+        self._samples = 0
+        self._finished = False
+        self._sample_rate = _SAMPLE_RATE
+        self._unused = 0
+
+    def describe(self, facts: Mapping[str, Any]) -> None:
+        """Take down how the model is set up."""
+        for name, variable in _ENVIRONMENT.items():
+            self._facts[name] = os.environ.get(variable, "N/A")
+        self._facts.update(facts)
+
+    def buckets(self, buckets: Sequence[Bucket], rebuilt: bool) -> None:
+        """Take down which buckets there are."""
+        prefix = "rebuilt_" if rebuilt else ""
+        self._facts[f"{prefix}bucket_sizes"] = ", ".join(str(bucket.nbytes) for bucket in buckets)
+        if rebuilt:
+            self._facts["has_rebuilt_buckets"] = 1
+            self._facts["rebuilt_per_bucket_param_indices"] = ", ".join(
+                " ".join(str(slot.index) for slot in bucket.slots) for bucket in buckets
+            )
+
+    def set_sample_rate(self, rate: int) -> None:
+        """Keep the times of every ``rate``'th iteration, after the first few."""
+        self._sample_rate = rate
+
+    def forward_begins(self, iteration: int) -> None:
+        """Keep the times of the iteration that has ended, if it is one to be kept."""
+        sampled = iteration <= _ALWAYS_SAMPLED or iteration % self._sample_rate == 0
+        if iteration and sampled and self._finished:
+            self._samples += 1
+            self._facts["iteration"] = iteration
+            for name, (begin, end) in _SPANS.items():
+                span = max(self._clock.get(end, 0) - self._clock.get(begin, 0), 0)
+                self._facts[name] = span
+                self._totals[name] += span
+                self._facts[f"avg_{name}"] = self._totals[name] // self._samples
+            self._facts.update(self._clock)
+        self._finished = False
+        self._clock = {"forward_compute_time_start": time.perf_counter_ns()}
+
+    def backward_begins(self) -> None:
+        self._clock["backward_compute_time_start"] = time.perf_counter_ns()
+
+    def communication_begins(self) -> None:
+        self._clock.setdefault("backward_comm_time_start", time.perf_counter_ns())
+
+    def computation_ends(self) -> None:
+        now = self._clock["backward_compute_time_end"] = time.perf_counter_ns()
+        self._clock.setdefault("backward_comm_time_start", now)
+
+    def communication_ends(self) -> None:
+        self._clock["backward_comm_time_end"] = time.perf_counter_ns()
+        self._finished = True
+
+    def pass_ends(self, order: Sequence[int], num_buckets: int, unused_bytes: int) -> None:
+        """Take down what a backward pass has done."""
+        self._order = order
+        self._facts["num_buckets_reduced"] = num_buckets
+        self._facts["unused_parameter_size"] = unused_bytes
+
+    def set_error_and_log(self, message: str) -> None:
+        """Remember an error, and log it."""
+        self._facts["has_error"] = 1
+        self._facts["error"] = message
+        self._facts.setdefault("iteration", 0)
+        _log.error("%s", message)
+
+    def set_fact(self, name: str, value: Any) -> None:
+        """Take down one more fact."""
+        self._facts[name] = value
+
+    def data(self) -> dict[str, Any]:
+        """Return all facts by name."""
+        facts = dict(self._facts)
+        if self._finished or self._samples:
+            facts["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, self._order))
+        return facts
+
+    _order: Sequence[int] = ()
+
+    def table(self) -> str:
+        """Return the facts as lines to read: setting, buckets, times."""
+        data = self.data()
+        times = {k: v for k, v in data.items() if k.startswith("avg_")}
+        rest = {
+            name: value
+            for name, value in data.items()
+            if not name.endswith(("_time", "_start", "_end")) and value not in ("N/A", "")
+        }
+        width = max(map(len, [*rest, *times]), default=0)
+        lines = [f"{name:<{width}}  {value}" for name, value in rest.items()]
+        lines += [f"{name:<{width}}  {value / 1e6:.3f} ms" for name, value in times.items()]
+        return "\n".join(lines)
+
+
+def torch_name(dtype: Any) -> str:
+    """Return the name that torch's logging has for an element type."""
+    name = str(dtype).removeprefix("torch.")
+    return _NAMES.get(name, name)
