@@ -104,7 +104,17 @@ from phalanx.world import default_group as _get_default_group  # noqa: F401
 from phalanx.world import is_outside as _rank_not_in_group  # noqa: F401
 
 if TYPE_CHECKING:
-    from phalanx import debug, functional, launch, stores, testing
+    from phalanx import (
+        algorithms,
+        data,
+        debug,
+        functional,
+        launch,
+        optim,
+        parallel,
+        stores,
+        testing,
+    )
     from phalanx.debug.breakpoints import breakpoint
     from phalanx.debug.levels import (
         DebugLevel,
@@ -115,6 +125,8 @@ if TYPE_CHECKING:
     from phalanx.heap import empty_shared, is_shared
     from phalanx.launch.threads import run_threads
     from phalanx.mesh import DeviceMesh, init_device_mesh
+    from phalanx.parallel.buckets import GradBucket
+    from phalanx.parallel.ddp import BuiltinCommHookType, DistributedDataParallel
     from phalanx.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 __all__ = [
@@ -123,6 +135,7 @@ __all__ = [
     "Backend",
     "BackendConfig",
     "BackendOptions",
+    "BuiltinCommHookType",
     "CollectiveMismatch",
     "Deadlock",
     "DebugLevel",
@@ -133,7 +146,9 @@ __all__ = [
     "DistQueueEmptyError",
     "DistStoreError",
     "DistTimeout",
+    "DistributedDataParallel",
     "FileStore",
+    "GradBucket",
     "GroupBackend",
     "GroupMember",
     "HashStore",
@@ -147,6 +162,7 @@ __all__ = [
     "StoreTimeout",
     "TCPStore",
     "Work",
+    "algorithms",
     "all_gather",
     "all_gather_coalesced",
     "all_gather_into_tensor",
@@ -161,6 +177,7 @@ __all__ = [
     "breakpoint",
     "broadcast",
     "broadcast_object_list",
+    "data",
     "debug",
     "default_pg_timeout",
     "destroy_process_group",
@@ -199,6 +216,8 @@ __all__ = [
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "optim",
+    "parallel",
     "recv",
     "recv_object_list",
     "reduce",
@@ -223,14 +242,19 @@ __all__ = [
 
 # Imported when first asked for, so that `import phalanx` costs little. None: the module itself.
 _LAZY = {
+    "BuiltinCommHookType": "parallel.ddp",
     "DebugLevel": "debug.levels",
     "DeviceMesh": "mesh",
+    "DistributedDataParallel": "parallel.ddp",
     "FileStore": "stores",
+    "GradBucket": "parallel.buckets",
     "HashStore": "stores",
     "PrefixStore": "stores",
     "Store": "stores",
     "TCPStore": "stores",
+    "algorithms": None,
     "breakpoint": "debug.breakpoints",
+    "data": None,
     "debug": None,
     "empty_shared": "heap",
     "functional": None,
@@ -238,6 +262,8 @@ _LAZY = {
     "init_device_mesh": "mesh",
     "is_shared": "heap",
     "launch": None,
+    "optim": None,
+    "parallel": None,
     "run_threads": "launch.threads",
     "set_debug_level": "debug.levels",
     "set_debug_level_from_env": "debug.levels",

@@ -63,8 +63,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     parameters and buffers are copied to all. After ``backward()`` every rank has the average of all
     ranks' gradients, bitwise the same on each. Gradients of one dtype lie in buckets in shared
     memory, which are reduced while backward computes further ones; ``.grad`` of a parameter is its
-    piece of a bucket. A gradient that is kept elsewhere when a step begins keeps its content, unless
-    ``gradient_as_bucket_view`` says that pieces may always be written again.
+    piece of a bucket. A gradient that is kept elsewhere when a step begins keeps its content,
+    unless ``gradient_as_bucket_view`` says that pieces may always be written again.
 
     Args:
         module: What to train.
@@ -674,8 +674,8 @@ class DistributedDataParallel(nn.Module, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         if self.process_group is not default_group():
             raise RuntimeError(
-                "DDP Pickling/Unpickling are only supported when using DDP with the default process "
-                "group, since a copy can only find that one again"
+                "DDP Pickling/Unpickling are only supported when using DDP with the default "
+                "process group, since a copy can only find that one again"
             )
         state = copy.copy(self.__dict__)
         for name in ("process_group", "reducer", "logger", "_delayed"):

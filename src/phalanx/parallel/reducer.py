@@ -391,7 +391,7 @@ class Reducer:
         for slot in self._graphs:
             cast(Tensor, slot.param.grad).data.copy_(slot.view)
         if self.divisor is not None:
-            for bucket, work in self._works:
+            for bucket, _ in self._works:
                 if bucket.sparse:
                     bucket.slots[0].view.div_(self.divisor)
         if self.low is not None:

@@ -37,7 +37,7 @@ _SPANS = {
 
 
 class Statistics:
-    """Facts and times of one model, under the names that torch's DDPLoggingData has; times in ns."""
+    """Facts and times (in ns) of one model, under the names of torch's DDPLoggingData."""
 
     def __init__(self) -> None:
         self._facts: dict[str, Any] = {}

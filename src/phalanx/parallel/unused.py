@@ -150,14 +150,14 @@ class Usage:
         if static_graph:
             message = (
                 "Your training graph has changed in this iteration, "
-                f"e.g., parameter {slot.name} (index {slot.index}) was used {slot.due} times in the first "
-                "iteration and more often now: this does not go with static_graph=True"
+                f"e.g., parameter {slot.name} (index {slot.index}) was used {slot.due} times in "
+                "the first iteration and more often now: this does not go with static_graph=True"
             )
         else:
             message = (
                 f"Expected to mark a variable ready only once, but the gradient of {slot.name} "
-                f"(index {slot.index}) has come a second time in one backward pass. This happens when "
-                "a parameter is used in several reentrant backward passes, as of "
+                f"(index {slot.index}) has come a second time in one backward pass. This happens "
+                "when a parameter is used in several reentrant backward passes, as of "
                 "torch.utils.checkpoint(use_reentrant=True): use use_reentrant=False, or "
                 "static_graph=True if the graph is the same in every iteration"
             )
