@@ -256,7 +256,7 @@ class Odd(nn.Module):
         image = x[:, :3, None, None].expand(-1, -1, 4, 4)
         y = self.second(self.first(x)) @ self.transposed.t()
         extra = (x.double() @ self.wide).float() + self.none.sum()
-        return y * self.scalar + extra[:, None] + self.conv(image).mean()
+        return y * self.scalar + extra[:, None] + self.conv(image).mean((1, 2, 3))[:, None]
 
 
 def _odd():
@@ -410,7 +410,9 @@ def test_a_gradient_that_comes_twice_is_named():
 def _buffers(option):
     model = nn.BatchNorm1d(6)
     model.running_mean.fill_(float(dist.get_rank()))
-    ddp = DDP(model, **option)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # broadcast_buffers has a newer name
+        ddp = DDP(model, **option)
     start = model.running_mean.clone()
     for batch in batches(3):
         ddp(own(batch)).sum().backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -172,25 +172,44 @@ def compute_bucket_assignment_by_size(
     return [indices for indices, _ in done], [limit for _, limit in done]
 
 
+# From this many elements on a gradient is copied into its bucket at once, while it is in the cache;
+# smaller ones wait for each other, to be copied in one go.
+_LARGE = 16 * 1024
+
+
 class Slot:
     """A parameter and the place of its gradient in a bucket."""
 
-    __slots__ = ("bucket", "due", "index", "left", "name", "param", "sparse", "view")
+    __slots__ = (
+        *("bucket", "carried", "due", "index", "is_large", "left", "name", "param", "sparse"),
+        "view",
+    )
 
     def __init__(self, index: int, name: str, param: Tensor, sparse: bool) -> None:
         self.index = index
         self.name = name
         self.param = param
         self.sparse = sparse
+        self.is_large = sparse or param.numel() >= _LARGE
         self.bucket: Bucket
-        self.view: Tensor  # the gradient's place; becomes the gradient itself
+        self.view = param  # the gradient's place, once it has one; becomes the gradient itself
         self.due = 1  # how often its gradient is accumulated to in one backward pass
         self.left = 1  # how often it still will be
+        self.carried = False  # whether it was accumulated to in a pass that was not reduced
+
+    def check(self, grad: Tensor) -> None:
+        """Raise unless a gradient fits its place."""
+        if grad.layout is not torch.strided or grad.dtype is not self.bucket.dtype:
+            raise RuntimeError(
+                f"the gradient of {self.name} is {grad.layout}, {grad.dtype}, but was dense, "
+                f"{self.bucket.dtype} when DistributedDataParallel was made: wrap the module after "
+                "its parameters have their final type"
+            )
 
     @property
     def used(self) -> bool:
-        """Say whether the gradient has been accumulated to in this backward pass."""
-        return self.left < self.due
+        """Say whether there is something new to reduce."""
+        return self.left < self.due or self.carried
 
 
 class Bucket:
@@ -238,19 +257,23 @@ class Bucket:
             for slot in self.slots
         )
 
-    def settle(self, adopt: bool) -> list[Slot]:
-        """Copy in what is still outside, and let it be the gradients if ``adopt``.
+    @torch.no_grad()
+    def settle(self, keep: bool) -> list[Slot]:
+        """Copy in what is still outside, and let it be the gradients.
 
-        Returns the slots whose gradients have a graph of their own, which are left where they are.
+        If ``keep``, gradients that have a graph of their own are left where they are, and their
+        slots returned.
         """
         slots, self.loose = self.loose, []
         if not slots:
             return slots
-        grads = [cast(Tensor, slot.param.grad) for slot in slots]
+        grads: list[Any] = [slot.param.grad for slot in slots]
+        dtype = self.dtype
+        for slot, grad in zip(slots, grads, strict=True):
+            if grad.dtype is not dtype or grad.is_sparse:
+                slot.check(grad)
         torch._foreach_copy_([slot.view for slot in slots], grads)
-        if not adopt:
-            return []
-        kept = [slot for slot, grad in zip(slots, grads, strict=True) if grad.requires_grad]
+        kept = [s for s, grad in zip(slots, grads, strict=True) if grad.requires_grad and keep]
         for slot in slots:
             if not kept or slot not in kept:
                 slot.param.grad = slot.view

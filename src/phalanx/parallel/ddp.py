@@ -93,6 +93,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     _unused_in_next_forward: ClassVar[bool] = False
 
     process_group: ProcessGroup
+    _authoritative_rank: int  # whose model all have after a join
 
     def __init__(
         self,
@@ -138,6 +139,13 @@ class DistributedDataParallel(nn.Module, Joinable):
         _check_devices(self._module_parameters, device_ids, output_device)
         if check_reduction:
             warnings.warn("check_reduction has no effect any more", FutureWarning, stacklevel=2)
+        if broadcast_buffers is not None:
+            warnings.warn(
+                "broadcast_buffers is deprecated in favour of forward_sync_buffers, which has the "
+                "last word if both are given and leaves the copy at construction alone",
+                FutureWarning,
+                stacklevel=2,
+            )
 
         self.module = module
         self.dim = dim
@@ -484,7 +492,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if name not in hooks:
             raise ValueError(f"unknown builtin hook {comm_hook_type!r} (known: {', '.join(hooks)})")
         self.register_comm_hook(self.process_group, hooks[name])
-        self.logger.set_fact("comm_hook", f"builtin_{name.lower()}")
+        self.logger.set_fact("comm_hook", str(comm_hook_type))
 
     def _register_fused_optim(
         self,

@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
+from torch.autograd.profiler import record_function
 from torch.futures import Future
 
 from phalanx import collectives
@@ -31,9 +33,7 @@ from phalanx.world import active
 
 Hook = Callable[[Any, GradBucket], Future[Any]]
 
-# From this size on a gradient is copied into its bucket at once, while it is in the cache; smaller
-# ones wait for each other, to be copied in one go.
-_LARGE = 16 * 1024  # elements
+_nothing = nullcontext()
 
 _AUTOGRAD = ("torch/autograd/graph.py", "torch/autograd/__init__.py")
 
@@ -97,7 +97,7 @@ class Reducer:
         self_ref = weakref.ref(self)
         self._handles = [
             slot.param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                partial(_on_grad, self_ref, slot)
+                _arrival(self_ref, slot)
             )
             for slot in self.slots
         ]
@@ -119,9 +119,7 @@ class Reducer:
         for slot in self.slots:
             slot.left = slot.due
         self._order: list[Slot] = []
-        self._graphs: list[
-            Slot
-        ] = []  # whose gradients can be differentiated, and stay what they are
+        self._graphs: list[Slot] = []  # whose gradients can be differentiated, and stay
         self._next = 0  # the bucket to be reduced next
         self._works: list[tuple[Bucket, Work | None]] = []
         self._deferral = Deferral()
@@ -154,7 +152,7 @@ class Reducer:
         """Raise on all ranks if gradients of the last backward pass are missing."""
         if self._running:  # an exception has left it; others may wait for what it owes them
             self._running = False
-            self._finish(abandoned=True)
+            self._finish(abandoned=not (self.late and self.static_graph))
         elif self._order:
             self._finish()
 
@@ -187,42 +185,29 @@ class Reducer:
         if not self._running:
             self._begin()
 
-    def on_grad(self, slot: Slot) -> None:
-        """A parameter's gradient has been accumulated to."""
-        if not self._running:
-            if not self._armed:
-                return
+    def on_stray(self, slot: Slot) -> bool:
+        """A gradient has come outside of a running pass: say whether that begins one."""
+        if self._armed:
             self._begin()
-        bucket = slot.bucket
-        left = slot.left = slot.left - 1
-        if left:
-            if left < 0 and not self.learning:
-                self.usage.raise_again(slot, self.static_graph)
-            return
-        self._order.append(slot)
-        if not bucket.sparse:
-            grad = slot.param.grad
-            if grad is not slot.view:
-                self._take_in(slot, cast(Tensor, grad))
-        bucket.pending -= 1
-        if not bucket.pending:
-            self._launch_ready()
-
-    def _take_in(self, slot: Slot, grad: Tensor) -> None:
-        """Copy a gradient into its bucket, at once or with others."""
-        if self.low is not None:
-            return
-        if grad.is_sparse or grad.dtype is not slot.bucket.dtype:
-            raise RuntimeError(
-                f"the gradient of {slot.name} is {grad.layout}, {grad.dtype}, but dense "
-                f"{slot.bucket.dtype} when DistributedDataParallel was made: wrap the module after "
-                "its parameters have their final type"
-            )
-        if grad.numel() >= _LARGE and not grad.requires_grad:
-            slot.view.copy_(grad)
-            slot.param.grad = slot.view
         else:
+            slot.carried = True
+        return self._armed
+
+    def on_repeat(self, slot: Slot) -> None:
+        """A gradient has come that will come again, or should not have come again."""
+        if slot.left < 0 and not self.learning:
+            self.usage.raise_again(slot, self.static_graph)
+
+    def _move_in(self, slot: Slot, grad: Tensor) -> None:
+        """Copy a large gradient into its bucket at once, while it is in the cache."""
+        if self.low is not None or slot.sparse:
+            return
+        if grad.requires_grad:
             slot.bucket.loose.append(slot)
+            return
+        slot.check(grad)
+        slot.view.copy_(grad)
+        slot.param.grad = slot.view
 
     def _begin(self) -> None:
         self._running = True
@@ -252,8 +237,7 @@ class Reducer:
         if bucket.sparse:
             self._launch_sparse(bucket)
             return
-        with torch.no_grad():
-            self._settle(bucket)
+        self._settle(bucket)
         if self.hook is not None:
             self._apply_hook(bucket, bucket.flat, bucket.gradients())
             return
@@ -265,13 +249,14 @@ class Reducer:
     def _settle(self, bucket: Bucket) -> None:
         """Bring all gradients of a bucket into it."""
         if self.low is None:
-            self._graphs += bucket.settle(adopt=True)
+            self._graphs += bucket.settle(keep=torch.is_grad_enabled())
             return
-        for slot in bucket.slots:
-            if slot.left < slot.due:
-                slot.view.copy_(cast(Tensor, slot.param.grad))
-                if (kept := self.low.kept(slot.param)) is not None:
-                    slot.view.add_(kept)
+        with torch.no_grad():
+            for slot in bucket.slots:
+                if slot.left < slot.due:
+                    slot.view.copy_(cast(Tensor, slot.param.grad))
+                    if (kept := self.low.kept(slot.param)) is not None:
+                        slot.view.add_(kept)
         bucket.loose.clear()
 
     def _op(self) -> ReduceOp:
@@ -332,35 +317,41 @@ class Reducer:
                     self._contribute(slot)
             for slot in self.slots:
                 if 0 < slot.left < slot.due and slot.param.grad is not slot.view:
-                    self._take_in(slot, cast(Tensor, slot.param.grad))
+                    slot.bucket.loose.append(slot)
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
-            if self.skip_unused and all(slot.left == slot.due for slot in bucket.slots):
+            if self.skip_unused and not any(slot.used for slot in bucket.slots):
                 self._next += 1
                 continue
             self._launch(bucket, async_op=self._next < len(self.buckets) - 1)
         self._wait()
         self.statistics.communication_ends()
         try:
-            self.usage.settle(
-                self.group,
-                self._order,
-                find_unused=self.find_unused_parameters,
-                static_graph=self.static_graph,
-                abandoned=abandoned,
-                joining=self.joining,
-            )
+            with record_function("search_unused_parameters") if self._is_profiled() else _nothing:
+                self.usage.settle(
+                    self.group,
+                    self._order,
+                    find_unused=self.find_unused_parameters,
+                    static_graph=self.static_graph,
+                    abandoned=abandoned,
+                    joining=self.joining,
+                )
             self._hand_out(absent)
         finally:
             unused = sum(slot.param.numel() * slot.param.element_size() for slot in absent)
             num_reduced = len(self._works) + len(self._futures)
             self.statistics.pass_ends(self.usage.order, num_reduced, unused)
+            for slot in self.slots:
+                slot.carried = False
             self._reset()
         if self.on_finish is not None:
             self.on_finish()
         callbacks, self.after_backward = self.after_backward, []
         for callback in callbacks:
             callback()
+
+    def _is_profiled(self) -> bool:
+        return self.find_unused_parameters and profiler._is_profiler_enabled
 
     def _contribute(self, slot: Slot) -> None:
         """Take part with what a parameter that was not used has: an earlier gradient, or zeros."""
@@ -490,9 +481,35 @@ def _in_autograd_grad() -> bool:
     return False
 
 
-def _on_grad(reducer: weakref.ref[Reducer], slot: Slot, _: Tensor) -> None:
-    if (alive := reducer()) is not None:
-        alive.on_grad(slot)
+def _arrival(reference: weakref.ref[Reducer], slot: Slot) -> Callable[[Tensor], None]:
+    """Return what to call when the gradient of a parameter has been accumulated to.
+
+    Written for speed: it runs once per parameter and step.
+    """
+
+    def arrived(param: Tensor) -> None:
+        reducer = reference()
+        if reducer is None or not (reducer._running or reducer.on_stray(slot)):
+            return
+        grad = param.grad
+        if grad is None:  # undefined: as if there were none
+            return
+        left = slot.left = slot.left - 1
+        if left:
+            reducer.on_repeat(slot)
+            return
+        reducer._order.append(slot)
+        bucket = slot.bucket
+        if grad is not slot.view:
+            if slot.is_large:
+                reducer._move_in(slot, grad)
+            else:
+                bucket.loose.append(slot)
+        pending = bucket.pending = bucket.pending - 1
+        if not pending:
+            reducer._launch_ready()
+
+    return arrived
 
 
 def _on_output(reducer: weakref.ref[Reducer], key: int, _: Tensor) -> None:

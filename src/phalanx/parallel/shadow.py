@@ -36,11 +36,12 @@ class DDPJoinHook(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Take over the model of a rank that had the most input."""
         ddp = self.ddp
+        ddp._authoritative_rank = ddp._find_common_rank(is_last_joiner)
         sync_module_states(
             ddp.module,
             ddp.process_group,
             ddp.broadcast_bucket_size,
-            ddp._find_common_rank(is_last_joiner),
+            ddp._authoritative_rank,
             ddp.parameters_to_ignore,
             ddp.forward_sync_buffers,
         )

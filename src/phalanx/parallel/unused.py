@@ -12,7 +12,6 @@ from phalanx.group import ProcessGroup
 from phalanx.objects import all_gather_object
 from phalanx.parallel.buckets import Slot
 from phalanx.types import ReduceOp
-from phalanx.world import active
 
 _SHOWN = 10  # parameters named per rank
 
@@ -30,6 +29,7 @@ class Usage:
         # How many ranks used each parameter; then how many abandoned their pass, and how many miss
         # gradients that they should have.
         self.counts = torch.zeros(len(slots) + 2, dtype=torch.int32)
+        self._before = torch.zeros_like(self.counts)
         self._all_used = torch.ones_like(self.counts)
         self._all_used[-2:] = 0
         self.order: list[int] = []  # in which gradients arrived in the last pass
@@ -56,22 +56,27 @@ class Usage:
     ) -> None:
         """Exchange what was used; raise if that is not what was announced, on all ranks alike."""
         learning = static_graph and not self.passes
-        before = self.counts.clone()
+        self.counts, self._before = self._before, self.counts
         self.counts.copy_(self._all_used)
         unused: list[int] = []
         missing: list[Slot] = []
         if len(order) < len(self._slots):
-            unused = [slot.index for slot in self._slots if slot.left == slot.due]
+            unused = [slot.index for slot in self._slots if not slot.used]
             self.counts[unused] = 0
             if not (find_unused or learning or abandoned):
                 # Nobody misses a parameter that is frozen, or that a static graph never used.
-                missing = [s for s in self._slots if s.left > 0 and s.param.requires_grad]
+                missing = [
+                    slot
+                    for slot in self._slots
+                    if slot.left > 0 and not slot.carried and slot.param.requires_grad
+                ]
         self.counts[-2] = abandoned
         self.counts[-1] = bool(missing)
-        active(group).all_reduce(self.counts, ReduceOp.SUM)
+        # Not for the profiler's eyes, which expect one event per bucket.
+        group.transport.all_reduce(self.counts, ReduceOp.SUM)
         self.order = [slot.index for slot in order] + unused
         if self.passes and self.always_same:
-            self.always_same = torch.equal(before, self.counts)
+            self.always_same = torch.equal(self._before, self.counts)
         self.passes += 1
         if self.counts[-2]:
             self._raise_abandoned(group, abandoned)
