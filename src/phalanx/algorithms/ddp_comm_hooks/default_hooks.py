@@ -1,4 +1,7 @@
-"""Hooks that average gradients as they are, or in half precision."""
+"""Hooks that average gradients as they are, or in half precision.
+
+Sparse gradients are never compressed.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +83,7 @@ def flat(value: Tensor | list[Tensor]) -> Tensor:
 def _compressed(hook: Hook, dtype: torch.dtype, state: Any, bucket: GradBucket) -> Future[Tensor]:
     """Run ``hook`` on a bucket of ``dtype``, then put its result into the bucket's own buffer."""
     buffer = bucket.buffer()
-    if buffer.dtype is dtype:
+    if buffer.dtype is dtype or buffer.is_sparse:
         return hook(state, bucket)
     bucket.set_buffer(_convert(buffer, dtype))
 

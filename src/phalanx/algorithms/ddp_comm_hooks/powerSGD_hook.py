@@ -2,7 +2,8 @@
 
 T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD, NeurIPS 2019, https://arxiv.org/abs/1905.13727.
 A gradient, seen as a matrix M, is approximated by P Qᵀ after one step of power iteration: P is the
-average of M Q over all ranks, made orthonormal; Q the average of Mᵀ P.
+average of M Q over all ranks, made orthonormal; Q the average of Mᵀ P. Sparse gradients are
+averaged as they are.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Tensor]:
     Tensors of more dimensions are matrices of as many rows as they have outermost slices. A bucket
     takes two exchanges, however many gradients it has.
     """
-    if state._is_early():
+    if state._is_early() or bucket.buffer().is_sparse:
         return _average(state, bucket)
     matrices, rest = [], []
     for gradient in bucket.gradients():
@@ -180,7 +181,7 @@ def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> Future[Te
     Faster than ``powerSGD_hook``, and less exact: the square does not have the structure of the
     layers. ``min_compression_rate`` is not looked at.
     """
-    if state._is_early():
+    if state._is_early() or bucket.buffer().is_sparse:
         return _average(state, bucket)
     buffer = bucket.buffer()
     count = buffer.numel()

@@ -1,7 +1,8 @@
 """Hooks that exchange gradients as bytes: a scale, a zero point, and eight bits per element.
 
 Each rank quantises its own gradients, gathers those of all ranks, and averages them. Zero is always
-exact. What is not finite makes the values that share its scale not finite on all ranks.
+exact. What is not finite makes the values that share its scale not finite on all ranks. Sparse
+gradients are averaged as they are.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from phalanx.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from phalanx.collectives import all_gather_coalesced
 from phalanx.group import ProcessGroup
 from phalanx.parallel.buckets import GradBucket
@@ -43,6 +45,8 @@ def _average(
     process_group: ProcessGroup | None, bucket: GradBucket, channel: int
 ) -> Future[Tensor]:
     group, buffer = resolve(process_group), bucket.buffer()
+    if buffer.is_sparse:
+        return allreduce_hook(group, bucket)
     size, count = group.size(), buffer.numel()
     quantized, scales = _quantize(_channels(buffer, channel))
     # The bytes travel from the beginning of the buffer: if that is in shared memory, so are they.
