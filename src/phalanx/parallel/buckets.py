@@ -47,7 +47,12 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Put another tensor in the place of the flat one."""
+        """Put another tensor in the place of the flat one; the gradients become views of it."""
+        start = buffer.storage_offset() - self._buffer.storage_offset()
+        self._gradients = [
+            buffer.as_strided(each.size(), each.stride(), start + each.storage_offset())
+            for each in self._gradients
+        ]
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:

@@ -397,23 +397,32 @@ class Reducer:
 
     def shadow_backward(self) -> None:
         """Take part in a backward pass of the other ranks without gradients of one's own."""
+        futures = []
         for bucket in self.buckets:
             if self.hook is not None:
-                self.run_hook(self._zeros(bucket)).wait()
+                futures.append(self.run_hook(self._zeros(bucket)))
             elif bucket.sparse:
                 op = ReduceOp.AVG if self.divisor is None else ReduceOp.SUM
                 collectives.all_reduce(_no_rows(bucket.slots[0].param), op, self.group)
             else:
                 active(self.group).all_reduce(self._zeros(bucket).buffer(), self._op())
+        # Not before all hooks have begun, as in the others' backward.
+        for future in futures:
+            future.wait()
         self.usage.settle(self.group, (), find_unused=True, static_graph=False)
         self._reset()
 
     def _zeros(self, bucket: Bucket) -> GradBucket:
-        flat = torch.zeros(bucket.numel, dtype=bucket.dtype)
-        pieces = flat.split([slot.param.numel() for slot in bucket.slots])  # type: ignore[no-untyped-call]
-        views = [
-            piece.view(slot.param.shape) for piece, slot in zip(pieces, bucket.slots, strict=True)
-        ]
+        if bucket.sparse:
+            flat = _no_rows(bucket.slots[0].param)
+            views = [flat]
+        else:
+            flat = torch.zeros(bucket.numel, dtype=bucket.dtype)
+            start = bucket.flat.storage_offset()
+            views = [
+                flat.as_strided(view.shape, view.stride(), view.storage_offset() - start)
+                for view in bucket.gradients()
+            ]
         return GradBucket(bucket.index, len(self.buckets), flat, views, bucket.parameters())
 
     def change_group(self, group: ProcessGroup) -> None:
