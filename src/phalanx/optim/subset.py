@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,15 @@ def step_only(optimizer: Optimizer, params: Sequence[Tensor], gradients: Sequenc
             group["params"] = group_params
         for param, own_gradient in zip(params, own_gradients, strict=True):
             param.grad = own_gradient
+
+
+def check_steps_without_closure(optimizer_class: type[Optimizer]) -> None:
+    """Raise ValueError if the optimizer needs a closure for its steps."""
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"{optimizer_class.__name__} needs a closure, which a step during backward cannot have"
+        )
 
 
 class StepwiseOptimizer:

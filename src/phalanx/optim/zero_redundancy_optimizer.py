@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from phalanx.algorithms.join import Join, Joinable, JoinHook
 from phalanx.group import ProcessGroup
 from phalanx.objects import all_gather_object, gather_object
 from phalanx.optim.shards import FlatShards, LooseShards, assign, cut
-from phalanx.optim.subset import step_only
+from phalanx.optim.subset import check_steps_without_closure, step_only
 from phalanx.work import Work
 from phalanx.world import resolve
 
@@ -67,7 +66,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         if overlap_with_ddp:
-            _check_steps_without_closure(optimizer_class)
+            check_steps_without_closure(optimizer_class)
         self.initialized = False  # until then, add_param_group is the base class's
         Optimizer.__init__(self, params, defaults)
         Joinable.__init__(self)
@@ -268,8 +267,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Return the number that each parameter has in the whole state, by its identity."""
         return {id(param): number for number, param in enumerate(self._all_params)}
 
+    @property
+    def _is_divided(self) -> bool:
+        return bool(self._buckets) or not self._overlap_with_ddp
+
     def _check_divided(self, operation: str) -> None:
-        if self._overlap_with_ddp and not self._buckets:
+        if not self._is_divided:
             raise RuntimeError(
                 f"{operation}: with overlap_with_ddp this optimizer has no state before the first "
                 "iterations, which show how DDP puts parameters into buckets"
@@ -299,6 +302,15 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             for group in self.param_groups:
                 shard.append([param for param in group["params"] if owners.get(id(param)) == rank])
         self._make_local_optimizer()
+
+    def _check_bucket(self, index: int, params: Sequence[Tensor]) -> None:
+        """Raise RuntimeError if a bucket is not the one that was divided."""
+        known = self._buckets[index].params if index < len(self._buckets) else []
+        if len(known) != len(params) or any(a is not b for a, b in zip(known, params, strict=True)):
+            raise RuntimeError(
+                f"overlap_with_ddp: bucket {index} holds other parameters than when they were "
+                "divided among the ranks; DistributedDataParallel must keep its buckets"
+            )
 
     def _step_bucket(self, index: int, gradients: Sequence[Tensor]) -> Work | None:
         """Update this rank's share of a bucket, and start to exchange the shares of all."""
@@ -337,15 +349,6 @@ def _check_types(params: Sequence[Tensor]) -> None:
                 "ZeroRedundancyOptimizer needs dense parameters, all of one type: got "
                 f"{torch.typename(params[0])} and {kind}"
             )
-
-
-def _check_steps_without_closure(optimizer_class: type[Optimizer]) -> None:
-    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(
-            f"overlap_with_ddp: {optimizer_class.__name__} needs a closure, which a step during "
-            "backward cannot have"
-        )
 
 
 def _check_all_in_buckets(
