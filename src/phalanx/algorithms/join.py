@@ -206,8 +206,8 @@ class Join:
         all_reduce(count, group=group)
         if count.item() < group.size():
             raise RuntimeError(
-                "Detected at least one rank that exhausted inputs. Throwing across all ranks: "
-                f"{int(count.item())} of {group.size()} ranks had some left"
+                "Detected at least one rank that exhausted inputs. Throwing across all ranks. "
+                f"{int(count.item())} of {group.size()} had some left"
             )
         return CompletedWork([count])
 
