@@ -6,7 +6,7 @@ module in place of ``torch.distributed`` in them, they test Phalanx. What is her
 * Groups may be asked for as ``gloo`` or ``nccl``, which are Phalanx under another name.
 * Events of the profiler are asynchronous, as Gloo's are.
 * ``DistributedDataParallel`` drops ``device_ids`` and ``output_device`` for modules on the CPU, so
-  that tests written for GPUs run on CPU tensors.
+  that tests written for GPUs run on CPU tensors, and tells of unused parameters as late as torch.
 * What the tests take from torch.distributed by another way than this module is redirected.
 
 Importing it changes the process for good: it is for a process that does nothing but run those
@@ -18,31 +18,32 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import phalanx
 from phalanx import profiling, world
 from phalanx.backends import local
 from phalanx.backends.base import GroupBackend
 from phalanx.backends.registry import Backend, BackendOptions
+from phalanx.parallel import ddp
+from phalanx.parallel.replicas import verify_parameters
 
 # Where the names that are not phalanx's own are found: a module, or a module and a name in it.
 _PLACES = {
     "DistributedSampler": "data.distributed:DistributedSampler",
     "SyncBatchNorm": "parallel.norm:SyncBatchNorm",
-    "_BucketCapacityConfig": "parallel.ddp:_BucketCapacityConfig",
-    "_BufferCommHookLocation": "parallel.ddp:_BufferCommHookLocation",
-    "_DEFAULT_BUCKET_CAP_MB": "parallel.ddp:_DEFAULT_BUCKET_CAP_MB",
-    "_DEFAULT_FIRST_BUCKET_BYTES": "parallel.ddp:_DEFAULT_FIRST_BUCKET_BYTES",
-    "_MB_TO_BYTES": "parallel.ddp:_MB_TO_BYTES",
-    "_MixedPrecision": "parallel.ddp:_MixedPrecision",
+    "_BucketCapacityConfig": "parallel.buckets:BucketCapacityConfig",
+    "_DEFAULT_BUCKET_CAP_MB": "parallel.buckets:DEFAULT_CAP_MB",
+    "_DEFAULT_FIRST_BUCKET_BYTES": "parallel.buckets:DEFAULT_FIRST_BYTES",
+    "_MB_TO_BYTES": "parallel.buckets:MB",
+    "_MixedPrecision": "parallel.precision:MixedPrecision",
     "_apply_optimizer_in_backward": "optim:_apply_optimizer_in_backward",
-    "_compute_bucket_assignment_by_size": "parallel.buckets:_compute_bucket_assignment_by_size",
-    "_sync_module_states": "parallel.ddp:_sync_module_states",
-    "_verify_param_shape_across_processes": "parallel.ddp:_verify_param_shape_across_processes",
+    "_compute_bucket_assignment_by_size": "parallel.buckets:compute_bucket_assignment_by_size",
+    "_sync_module_states": "parallel.replicas:sync_module_states",
     "averagers": "algorithms.model_averaging.averagers",
     "default": "algorithms.ddp_comm_hooks.default_hooks",
     "hierarchicalSGD": "algorithms.model_averaging.hierarchical_model_averager",
@@ -50,18 +51,8 @@ _PLACES = {
     "post_localSGD": "algorithms.ddp_comm_hooks.post_localSGD_hook",
     "post_localSGD_optimizer": "optim.post_localSGD_optimizer",
     "powerSGD": "algorithms.ddp_comm_hooks.powerSGD_hook",
-    "quantization_hooks": "algorithms.ddp_comm_hooks.quantization",
+    "quantization_hooks": "algorithms.ddp_comm_hooks.quantization_hooks",
 }
-
-_LAUNCH_VARIABLES = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "NCCL_TOPO_DUMP_FILE",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
-)
 
 
 def _register(name: str) -> None:
@@ -107,34 +98,49 @@ def _get_pg_config(group: phalanx.ProcessGroup | None = None) -> dict[str, Any]:
 
 
 def _dump_DDP_relevant_env_vars() -> None:
-    """Print what launchers set."""
-    for name in _LAUNCH_VARIABLES:
+    """Print what launchers set, and what the tests ask about NCCL."""
+    ddp.dump_environment()
+    for name in ("NCCL_TOPO_DUMP_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         print(f"env:{name}={os.environ.get(name, 'N/A')}")
 
 
-def _ddp() -> type:
-    base = importlib.import_module("phalanx.parallel.ddp").DistributedDataParallel
+def _verify_param_shape_across_processes(
+    process_group: phalanx.ProcessGroup, tensors: Sequence[Tensor], logger: Any = None
+) -> None:
+    """Raise RuntimeError, and tell the logger, unless all ranks have tensors alike."""
+    try:
+        verify_parameters(process_group, [f"tensor {i}" for i in range(len(tensors))], tensors)
+    except RuntimeError as error:
+        if logger is not None:
+            logger.set_error_and_log(str(error))
+        raise
 
-    class DistributedDataParallel(base):  # type: ignore[misc, valid-type]
-        def __init__(
-            self,
-            module: Any,
-            device_ids: Any = None,
-            output_device: Any = None,
-            *args: Any,
-            **kwargs: Any,
-        ) -> None:
-            if all(parameter.is_cpu for parameter in module.parameters()):
-                device_ids = output_device = None
-            super().__init__(module, device_ids, output_device, *args, **kwargs)
 
-    return DistributedDataParallel
+class DistributedDataParallel(ddp.DistributedDataParallel):
+    """DistributedDataParallel as the tests want it."""
+
+    _unused_in_next_forward = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if all(parameter.is_cpu for parameter in module.parameters()):
+            device_ids = output_device = None
+        super().__init__(module, device_ids, output_device, *args, **kwargs)
 
 
 def _redirect() -> None:
     """Put Phalanx where the tests reach for torch.distributed itself."""
-    torch.distributed.new_group = phalanx.new_group
-    torch.distributed.device_mesh.init_device_mesh = phalanx.init_device_mesh  # type: ignore[assignment]
+    theirs: Any = torch.distributed
+    theirs.new_group = phalanx.new_group
+    theirs.device_mesh.init_device_mesh = phalanx.init_device_mesh
+    parallel: Any = torch.nn.parallel.distributed
+    parallel._BufferCommHookLocation = ddp.BufferCommHookLocation
     tests = sys.modules.get("torch.testing._internal.distributed.distributed_test")
     if tests is None:
         return
@@ -163,8 +169,6 @@ def __getattr__(name: str) -> Any:
 
 
 def _find(name: str) -> Any:
-    if name == "DistributedDataParallel":
-        return _ddp()
     if name not in _PLACES:
         return getattr(phalanx, name)
     module, _, attribute = _PLACES[name].partition(":")
