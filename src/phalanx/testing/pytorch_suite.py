@@ -54,6 +54,13 @@ _PLACES = {
     "quantization_hooks": "algorithms.ddp_comm_hooks.quantization_hooks",
 }
 
+# What torch's DistributedDataParallel logs where the backend calls itself Gloo.
+_GLOO_DATA = {
+    "gloo_socket_ifname": os.environ.get("GLOO_SOCKET_IFNAME", "N/A"),
+    "gloo_device_transport": os.environ.get("GLOO_DEVICE_TRANSPORT", "N/A"),
+    "gloo_num_threads": 2,
+}
+
 
 def _register(name: str) -> None:
     def create(options: BackendOptions, pg_options: object = None) -> GroupBackend:
@@ -132,6 +139,10 @@ class DistributedDataParallel(ddp.DistributedDataParallel):
         if all(parameter.is_cpu for parameter in module.parameters()):
             device_ids = output_device = None
         super().__init__(module, device_ids, output_device, *args, **kwargs)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        data = super()._get_ddp_logging_data()
+        return data | _GLOO_DATA if data.get("backend_name") == Backend.GLOO else data
 
 
 def _redirect() -> None:
