@@ -35,7 +35,7 @@ from phalanx.parallel.replicas import verify_parameters
 # Where the names that are not phalanx's own are found: a module, or a module and a name in it.
 _PLACES = {
     "DistributedSampler": "data.distributed:DistributedSampler",
-    "SyncBatchNorm": "parallel.norm:SyncBatchNorm",
+    "SyncBatchNorm": "parallel.batchnorm:SyncBatchNorm",
     "_BucketCapacityConfig": "parallel.buckets:BucketCapacityConfig",
     "_DEFAULT_BUCKET_CAP_MB": "parallel.buckets:DEFAULT_CAP_MB",
     "_DEFAULT_FIRST_BUCKET_BYTES": "parallel.buckets:DEFAULT_FIRST_BYTES",
