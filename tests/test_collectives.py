@@ -280,6 +280,8 @@ def test_profiler_sees_operations(run):
     def operations():
         dist.all_reduce(torch.ones(2, 3))
         dist.all_reduce(torch.ones(4), async_op=True).wait()
+        with torch.profiler.record_function("after"):
+            dist.all_reduce_coalesced([torch.ones(11), torch.ones(12)])
         dist.all_gather_into_tensor(torch.ones(10), torch.ones(5))
         if dist.get_rank() == 0:
             dist.send(torch.ones(7), 1)
@@ -294,15 +296,20 @@ def test_profiler_sees_operations(run):
             return operations()
         with torch.profiler.profile(record_shapes=True) as profile:  # sees its own thread
             operations()
-        return [(e.name, e.input_shapes) for e in profile.events() if "phalanx:" in e.name]
+        after = next(e for e in profile.events() if e.name == "after").time_range
+        prefix = f"{dist.get_backend()}:"
+        events = [e for e in profile.events() if e.name.startswith(prefix)]
+        assert [e for e in events if e.input_shapes == [[4]] and e.time_range.end <= after.start]
+        return [(e.name.removeprefix(prefix), e.input_shapes) for e in events]
 
     events, _ = run(body, 2)
     for name, *shapes in [
         ("all_reduce", [2, 3]),
         ("all_reduce", [4]),
+        ("all_reduce", [11], [12]),
         ("all_gather_single", [5]),
         ("send", [7]),
         ("recv", [8]),
         ("barrier",),
     ]:
-        assert (f"phalanx:{name}", shapes) in events
+        assert (name, shapes) in events

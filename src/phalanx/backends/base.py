@@ -7,7 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class GroupBackend(ABC):
     non-contiguous, empty or requiring grad; they are the operation's until it has completed.
     """
 
-    name: ClassVar[str]
+    name: str
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         self.rank = rank

@@ -9,7 +9,7 @@ import traceback
 import weakref
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -130,7 +130,7 @@ class NativeWork(Work):
 class LocalBackend(GroupBackend):
     """A group on the native engine."""
 
-    name: ClassVar[str] = "phalanx"
+    name = "phalanx"
 
     def __init__(
         self,

@@ -1,0 +1,190 @@
+"""Phalanx under the names that PyTorch's own tests of torch.distributed look up.
+
+PyTorch ships its tests (``torch/testing/_internal/distributed/distributed_test.py``). With this
+module in place of ``torch.distributed`` in them, they test Phalanx. What is here beside names:
+
+* Groups may be asked for as ``gloo`` or ``nccl``, which are Phalanx under another name.
+* Events of the profiler are asynchronous, as Gloo's are.
+* ``DistributedDataParallel`` drops ``device_ids`` and ``output_device`` for modules on the CPU, so
+  that tests written for GPUs run on CPU tensors, and tells of unused parameters as late as torch.
+* What the tests take from torch.distributed by another way than this module is redirected.
+
+Importing it changes the process for good: it is for a process that does nothing but run those
+tests.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+import phalanx
+from phalanx import profiling, world
+from phalanx.backends import local
+from phalanx.backends.base import GroupBackend
+from phalanx.backends.registry import Backend, BackendOptions
+from phalanx.parallel import ddp
+from phalanx.parallel.replicas import verify_parameters
+
+# Where the names that are not phalanx's own are found: a module, or a module and a name in it.
+_PLACES = {
+    "DistributedSampler": "data.distributed:DistributedSampler",
+    "SyncBatchNorm": "parallel.batchnorm:SyncBatchNorm",
+    "_BucketCapacityConfig": "parallel.buckets:BucketCapacityConfig",
+    "_DEFAULT_BUCKET_CAP_MB": "parallel.buckets:DEFAULT_CAP_MB",
+    "_DEFAULT_FIRST_BUCKET_BYTES": "parallel.buckets:DEFAULT_FIRST_BYTES",
+    "_MB_TO_BYTES": "parallel.buckets:MB",
+    "_MixedPrecision": "parallel.precision:MixedPrecision",
+    "_apply_optimizer_in_backward": "optim:_apply_optimizer_in_backward",
+    "_compute_bucket_assignment_by_size": "parallel.buckets:compute_bucket_assignment_by_size",
+    "_sync_module_states": "parallel.replicas:sync_module_states",
+    "averagers": "algorithms.model_averaging.averagers",
+    "default": "algorithms.ddp_comm_hooks.default_hooks",
+    "hierarchicalSGD": "algorithms.model_averaging.hierarchical_model_averager",
+    "model_averaging_utils": "algorithms.model_averaging.utils",
+    "post_localSGD": "algorithms.ddp_comm_hooks.post_localSGD_hook",
+    "post_localSGD_optimizer": "optim.post_localSGD_optimizer",
+    "powerSGD": "algorithms.ddp_comm_hooks.powerSGD_hook",
+    "quantization_hooks": "algorithms.ddp_comm_hooks.quantization_hooks",
+}
+
+# What torch's DistributedDataParallel logs where the backend calls itself Gloo.
+_GLOO_DATA = {
+    "gloo_socket_ifname": os.environ.get("GLOO_SOCKET_IFNAME", "N/A"),
+    "gloo_device_transport": os.environ.get("GLOO_DEVICE_TRANSPORT", "N/A"),
+    "gloo_num_threads": 2,
+}
+
+
+def _register(name: str) -> None:
+    def create(options: BackendOptions, pg_options: object = None) -> GroupBackend:
+        backend = local.create(options, pg_options)
+        backend.name = name
+        return backend
+
+    Backend.register_backend(name, create, extended_api=True)
+
+
+class _Asynchronous(profiling.Event):
+    """An event that never ends, which is how one looks that ended on another thread.
+
+    Complex tensors count as the real ones that they consist of.
+    """
+
+    _kept: ClassVar[list[Any]] = []
+
+    def __init__(self, title: str, tensors: list[Tensor]) -> None:
+        super().__init__(title, [torch.view_as_real(t) if t.is_complex() else t for t in tensors])
+        self._kept.extend(self._open)
+
+    def end(self) -> None:
+        pass
+
+
+for _name in (Backend.GLOO, Backend.NCCL):
+    _register(_name)
+profiling.Event = _Asynchronous  # type: ignore[misc]
+
+
+def _get_pg_config(group: phalanx.ProcessGroup | None = None) -> dict[str, Any]:
+    """Describe a group."""
+    member = world.resolve(group)
+    return {
+        "pg_name": member.group_name,
+        "pg_desc": member.group_desc,
+        "backend_config": repr(member.config),
+        "pg_size": member.size(),
+        "ranks": list(member.ranks),
+    }
+
+
+def _dump_DDP_relevant_env_vars() -> None:
+    """Print what launchers set, and what the tests ask about NCCL."""
+    ddp.dump_environment()
+    for name in ("NCCL_TOPO_DUMP_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        print(f"env:{name}={os.environ.get(name, 'N/A')}")
+
+
+def _verify_param_shape_across_processes(
+    process_group: phalanx.ProcessGroup, tensors: Sequence[Tensor], logger: Any = None
+) -> None:
+    """Raise RuntimeError, and tell the logger, unless all ranks have tensors alike."""
+    try:
+        verify_parameters(process_group, [f"tensor {i}" for i in range(len(tensors))], tensors)
+    except RuntimeError as error:
+        if logger is not None:
+            logger.set_error_and_log(str(error))
+        raise
+
+
+class DistributedDataParallel(ddp.DistributedDataParallel):
+    """DistributedDataParallel as the tests want it."""
+
+    _unused_in_next_forward = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if all(parameter.is_cpu for parameter in module.parameters()):
+            device_ids = output_device = None
+        super().__init__(module, device_ids, output_device, *args, **kwargs)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        data = super()._get_ddp_logging_data()
+        return data | _GLOO_DATA if data.get("backend_name") == Backend.GLOO else data
+
+
+def _redirect() -> None:
+    """Put Phalanx where the tests reach for torch.distributed itself."""
+    theirs: Any = torch.distributed
+    theirs.new_group = phalanx.new_group
+    theirs.device_mesh.init_device_mesh = phalanx.init_device_mesh
+    parallel: Any = torch.nn.parallel.distributed
+    parallel._BufferCommHookLocation = ddp.BufferCommHookLocation
+    tests = sys.modules.get("torch.testing._internal.distributed.distributed_test")
+    if tests is None:
+        return
+    for function in vars(tests.DistributedTest._DistTestBase).values():
+        defaults = getattr(function, "__defaults__", None)
+        if defaults:
+            function.__defaults__ = tuple(_counterpart(value) for value in defaults)
+
+
+def _counterpart(value: Any) -> Any:
+    """Return Phalanx's function for one of torch.distributed, and all else as it is."""
+    name = getattr(value, "__name__", "")
+    is_theirs = bool(name) and getattr(torch.distributed, name, None) is value
+    return getattr(phalanx, name) if is_theirs else value
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    try:
+        value = _find(name)
+    except ModuleNotFoundError as error:
+        raise AttributeError(f"{name}: {error}") from None
+    globals()[name] = value
+    return value
+
+
+def _find(name: str) -> Any:
+    if name not in _PLACES:
+        return getattr(phalanx, name)
+    module, _, attribute = _PLACES[name].partition(":")
+    found = importlib.import_module(f"phalanx.{module}")
+    return getattr(found, attribute) if attribute else found
+
+
+_redirect()
