@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.functional import batch_norm
@@ -19,6 +21,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from phalanx import collectives, functional
 from phalanx.group import ProcessGroup
 from phalanx.world import is_initialized, resolve
+
+# NumPy's operations on a few numbers, one per channel, take a fraction of the time of torch's.
+Array = NDArray[Any]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -63,7 +68,11 @@ class SyncBatchNorm(_BatchNorm):
         if group is None:
             return super().forward(input)
         self._check_input(input)
-        mean, squares, count = _statistics(input.detach(), group)
+        return cast(Tensor, self._together(input, group))
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _together(self, input: Tensor, group: ProcessGroup) -> Tensor:
+        mean, variance, count = _statistics(input.detach(), group)
         if count == 1:
             raise ValueError(
                 "SyncBatchNorm: expected more than 1 value per channel when training, got 1 in "
@@ -71,9 +80,7 @@ class SyncBatchNorm(_BatchNorm):
                 f"{tuple(input.shape)}): use larger batches, or call eval()"
             )
         if self.track_running_stats:
-            self._track(mean, squares, count)
-        variance = squares / max(count, 1)
-        mean, variance = mean.to(_precise(input.dtype)), variance.to(_precise(input.dtype))
+            self._track(mean, variance, count)
         output = cast(Any, _Normalize).apply(
             input, self.weight, self.bias, mean, variance, count, self.eps, group
         )
@@ -106,18 +113,16 @@ class SyncBatchNorm(_BatchNorm):
                     f"{tuple(input.shape)}), {name} is for {len(of_channels)}"
                 )
 
-    def _track(self, mean: Tensor, squares: Tensor, count: int) -> None:
+    def _track(self, mean: Tensor, variance: Tensor, count: int) -> None:
         factor = self.momentum
         if self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             if factor is None:
                 factor = 1.0 / self.num_batches_tracked.item()
         if count > 0 and self.running_mean is not None and self.running_var is not None:
-            for running, now in (
-                (self.running_mean, mean),
-                (self.running_var, squares / (count - 1)),
-            ):
-                running.copy_(running.double().lerp_(now, factor or 0.0))
+            unbiased = variance * (count / (count - 1))
+            for running, now in ((self.running_mean, mean), (self.running_var, unbiased)):
+                running.lerp_(now.to(running.dtype), factor or 0.0)
 
     @classmethod
     def convert_sync_batchnorm(
@@ -177,22 +182,25 @@ class SyncBatchNorm(_BatchNorm):
 
 
 def _statistics(input: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, int]:
-    """Return mean, sum of squared deviations and count, per channel, over all ranks' inputs."""
+    """Return mean and variance of each channel, and its count, over the inputs of all ranks."""
     channels = input.size(1)
-    own = torch.zeros(2 * channels + 1, dtype=torch.float64)
+    own = np.zeros(2 * channels + 1)
     if input.numel() > 0:
         own[:channels], own[channels:-1] = _moments(_dense(input))
         own[-1] = input.numel() // channels
-    everybody = torch.empty(group.size(), len(own), dtype=torch.float64)
-    collectives.all_gather_single(everybody, own, group)
-    means, squares, counts = torch.split(everybody, [channels, channels, 1], dim=1)
-    count = int(counts.sum().item())
-    if count == 0:
-        return means[0], squares[0], 0
-    return *_combined(means, squares, counts), count
+    everybody = np.empty((group.size(), len(own)))
+    collectives.all_gather_single(torch.from_numpy(everybody), torch.from_numpy(own), group)
+    counts = everybody[:, -1:]
+    count = int(counts.sum())
+    mean, squares = _combined(
+        everybody[:, :channels], everybody[:, channels:-1], counts, max(count, 1)
+    )
+    precise = _precise(input.dtype)
+    variance = torch.from_numpy(squares / max(count, 1))
+    return torch.from_numpy(mean).to(precise), variance.to(precise), count
 
 
-def _moments(input: Tensor) -> tuple[Tensor, Tensor]:
+def _moments(input: Tensor) -> tuple[Array, Array]:
     """Return mean and sum of squared deviations of each channel."""
     samples, channels = input.shape[:2]
     count = input.numel() // channels
@@ -201,18 +209,18 @@ def _moments(input: Tensor) -> tuple[Tensor, Tensor]:
         _, means, inverse = torch.native_group_norm(
             input, None, None, samples, channels, plane, channels, 0.0
         )
-        squares = inverse.double().pow_(-2).mul_(plane)
-        return _combined(means.double(), squares, means.new_full((samples, 1), plane).double())
+        squares = plane * inverse.double().pow_(-2).numpy()
+        return _combined(means.double().numpy(), squares, plane, count)
     # Next to a float32 tensor the kernel returns float32 for halves.
     scratch = torch.zeros(2, channels, dtype=_precise(input.dtype))
     mean, variance = torch.batch_norm_update_stats(input, scratch[0], scratch[1], 0.0)
-    return mean.double(), variance.double().mul_(count)
+    return mean.numpy(), count * variance.double().numpy()
 
 
-def _combined(means: Tensor, squares: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Return mean and squared deviations of the union of several parts, one per row."""
-    mean = (means * counts).sum(0).div_(counts.sum())
-    return mean, (means - mean).square_().mul_(counts).add_(squares).sum(0)
+def _combined(means: Array, squares: Array, counts: Array | int, count: int) -> tuple[Array, Array]:
+    """Return mean and squared deviations of the whole from those of its parts, one per row."""
+    mean = (counts * means).sum(0) / count
+    return mean, (squares + counts * (means - mean) ** 2).sum(0)
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:
@@ -269,22 +277,22 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
     weight = None if weight is None else weight.to(mean.dtype)
     scale = inverse if weight is None else inverse * weight
     halves = x.dtype in _HALVES
-    local, of_weight, of_bias = x, torch.zeros_like(mean), torch.zeros_like(mean)
-    if x.numel() > 0:  # the kernel does not survive an empty batch
+    if x.numel() == 0:  # which the kernel does not survive
+        local, (of_weight, of_bias) = x, mean.new_zeros(2, channels)
+    else:
         local, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
             dy, x, weight, None, None, mean, inverse, True, ctx.eps, (halves, True, True)
         )
     if not ctx.needs_input_grad[0]:
         return None, of_weight, of_bias
-    own = torch.stack((of_bias, of_weight))
-    means = own.clone()
+    means = torch.stack((of_bias, of_weight))
     collectives.all_reduce(means, group=ctx.group)
-    means /= ctx.count
+    means /= -ctx.count
     if halves:
-        # What all ranks' means change in this rank's own gradient: of two roundings to half
-        # precision, neither is of something larger than the result.
-        means -= own * (channels / max(x.numel(), 1))
-    shift, slope = means.mul_(scale).neg_()
+        # Only what the other ranks change in this rank's own gradient, `local`: so that nothing
+        # is rounded to half precision that is larger than the result.
+        means += torch.stack((of_bias, of_weight)) * (channels / max(x.numel(), 1))
+    shift, slope = means.mul_(scale)
     of_input = batch_norm(x, mean, variance, slope, shift, False, 0.0, ctx.eps)
     if halves:
         of_input += local
