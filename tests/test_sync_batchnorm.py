@@ -1,0 +1,588 @@
+"""SyncBatchNorm against torch's BatchNorm on the concatenated batch."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import Function, gradcheck, gradgradcheck
+from torch.utils.checkpoint import checkpoint
+
+import phalanx as dist
+from phalanx import functional as F
+from phalanx.parallel.batchnorm import SyncBatchNorm
+from phalanx.testing import run_ranks
+
+CHANNELS = 3
+SPACE = {2: (), 3: (70,), 4: (5, 4), 5: (2, 3, 2)}
+PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
+
+
+def batches(sizes, dims=4, dtype=torch.float64, step=0):
+    """Return a batch and the gradient of its output for each rank."""
+    generator = torch.Generator().manual_seed(step)
+    return [
+        torch.randn(2, size, CHANNELS, *SPACE[dims], generator=generator).mul_(3).add_(1).to(dtype)
+        for size in sizes
+    ]
+
+
+def disturb(layer):
+    """Give parameters values that matter."""
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.copy_(torch.linspace(0.5, 2, len(p)))
+    return layer
+
+
+def train(layer, steps):
+    """Return outputs, input gradients, parameter gradients and buffers after some steps."""
+    outputs, gradients = [], []
+    for x, grad in steps:
+        x = x.clone().requires_grad_()
+        y = layer(x)
+        y.backward(grad)
+        outputs.append(y.detach())
+        gradients.append(x.grad)
+    of_parameters = [p.grad for p in layer.parameters()]
+    return outputs, gradients, of_parameters, [b.clone() for b in layer.buffers()]
+
+
+def check(sizes, dims=4, dtype=torch.float64, num_steps=2, **arguments):
+    """Train SyncBatchNorm on ranks with these batch sizes; compare with one BatchNorm."""
+    steps = [batches(sizes, dims, dtype, step) for step in range(num_steps)]
+
+    def body():
+        layer = disturb(SyncBatchNorm(CHANNELS, dtype=dtype, **arguments))
+        return train(layer, [step[dist.get_rank()] for step in steps])
+
+    results = run_ranks(body, len(sizes))
+    whole = disturb(PLAIN[dims](CHANNELS, dtype=dtype, **arguments))
+    expected = train(whole, [torch.cat(step, dim=1).unbind() for step in steps])
+    for kind in (0, 1):  # outputs, input gradients
+        for step in range(num_steps):
+            ours = torch.cat([result[kind][step] for result in results])
+            torch.testing.assert_close(ours, expected[kind][step])
+    for i, gradient in enumerate(expected[2]):
+        torch.testing.assert_close(sum(result[2][i] for result in results), gradient)
+    for i, buffer in enumerate(expected[3]):
+        for result in results:
+            torch.testing.assert_close(result[3][i], buffer)
+            assert torch.equal(result[3][i], results[0][3][i])
+
+
+@pytest.mark.parametrize("dims", SPACE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_batch_norm_of_the_whole(dims, dtype):
+    check([3, 3], dims, dtype)
+
+
+@pytest.mark.parametrize("sizes", [(1, 4, 2), (1, 1), (2, 0, 3), (0, 0, 2)])
+@pytest.mark.parametrize("dims", [2, 4])
+def test_batches_of_different_sizes(sizes, dims):
+    check(sizes, dims)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"affine": False},
+        {"track_running_stats": False},
+        {"momentum": None},
+        {"momentum": 0.7, "eps": 0.1},
+        {"affine": False, "track_running_stats": False},
+    ],
+)
+def test_arguments(arguments):
+    check([2, 3], num_steps=3, **arguments)
+
+
+def test_without_bias():
+    layer = SyncBatchNorm(CHANNELS, bias=False)
+    assert layer.bias is None
+    assert "bias" not in layer.state_dict()
+    run_ranks(lambda: copy.deepcopy(layer)(torch.randn(2, CHANNELS)).sum().backward(), 2)
+
+
+def test_a_world_of_one_is_batch_norm_to_the_bit():
+    steps = [batches([4], dtype=torch.float32, step=step)[0] for step in range(2)]
+    (ours,) = run_ranks(lambda: train(disturb(SyncBatchNorm(CHANNELS)), steps), 1)
+    theirs = train(disturb(nn.BatchNorm2d(CHANNELS)), steps)
+    for a, b in zip(ours, theirs, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_no_world_is_batch_norm():
+    steps = [batches([4], dtype=torch.float32)[0]]
+    ours = train(SyncBatchNorm(CHANNELS), steps)
+    theirs = train(nn.BatchNorm2d(CHANNELS), steps)
+    assert torch.equal(ours[1][0], theirs[1][0])
+
+
+def test_all_ranks_empty():
+    def body():
+        layer = SyncBatchNorm(CHANNELS)
+        x = torch.empty(0, CHANNELS, 4, requires_grad=True)
+        layer(x).sum().backward()
+        assert x.grad.shape == x.shape
+        assert torch.equal(layer.running_var, torch.ones(CHANNELS))
+        assert layer.weight.grad.tolist() == [0] * CHANNELS
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("sizes", [(1, 0), (0, 1)])
+def test_one_value_in_all_is_refused_on_all_ranks(sizes):
+    def body():
+        layer = SyncBatchNorm(CHANNELS)
+        with pytest.raises(ValueError, match=r"more than 1 value per channel.*all 2 ranks"):
+            layer(torch.ones(sizes[dist.get_rank()], CHANNELS))
+        assert layer.num_batches_tracked == 0
+        dist.barrier()
+
+    run_ranks(body, 2)
+
+
+def test_one_value_in_a_world_of_one_is_refused():
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        SyncBatchNorm(CHANNELS)(torch.ones(1, CHANNELS))
+
+
+@pytest.mark.parametrize(
+    ("x", "fact"),
+    [
+        (torch.ones(4), "1D"),
+        (torch.ones(4, 0), "non-zero"),
+        (torch.ones(4, CHANNELS + 1), "4 channels.*running_mean is for 3"),
+        (torch.ones(4, CHANNELS, dtype=torch.int64), "int64"),
+        (torch.ones(4, CHANNELS, device="meta"), "cpu"),
+    ],
+)
+def test_bad_inputs_are_refused_before_the_exchange(x, fact):
+    def body():
+        before = dist.group.WORLD.sequence_number()
+        with pytest.raises(ValueError, match=fact):
+            SyncBatchNorm(CHANNELS)(x)
+        assert dist.group.WORLD.sequence_number() == before
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("dims", [2, 3, 4])
+def test_a_mean_far_from_zero_costs_no_accuracy(dims):
+    parts = [0.1 * part[0] + 1e4 for part in batches([20, 30], dims, torch.float32)]
+
+    def body():
+        layer = SyncBatchNorm(CHANNELS, momentum=1.0)
+        layer(parts[dist.get_rank()])
+        return layer.running_mean, layer.running_var
+
+    whole = torch.cat(parts).double().transpose(0, 1).flatten(1)
+    for mean, var in run_ranks(body, 2):
+        torch.testing.assert_close(mean.double(), whole.mean(1), rtol=1e-6, atol=0)
+        torch.testing.assert_close(var.double(), whole.var(1), rtol=1e-3, atol=0)
+
+
+def test_constant_channels_have_no_variance():
+    def body():
+        layer = SyncBatchNorm(CHANNELS, momentum=1.0)
+        y = layer(torch.full((2, CHANNELS, 10, 10), 7.0))
+        assert torch.equal(y, torch.zeros_like(y))
+        assert torch.equal(layer.running_var, torch.zeros(CHANNELS))
+
+    run_ranks(body, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("parameters", ["float", "half"])
+@pytest.mark.parametrize("sizes", [(3, 5), (4, 0)])
+def test_halves(dtype, parameters, sizes):
+    parts = batches(sizes, dtype=dtype)
+
+    def body():
+        layer = disturb(SyncBatchNorm(CHANNELS))
+        layer = layer.to(dtype) if parameters == "half" else layer
+        (y,), (of_input,), gradients, _ = train(layer, [parts[dist.get_rank()]])
+        kept = dtype if parameters == "half" else torch.float32
+        assert y.dtype == of_input.dtype == dtype
+        assert [g.dtype for g in gradients] == [kept, kept]
+        assert layer.running_var.dtype == kept
+        return y, of_input, gradients[0].float()
+
+    results = run_ranks(body, 2)
+    x, grad = torch.cat([part.double() for part in parts], dim=1)
+    expected = train(disturb(nn.BatchNorm2d(CHANNELS, dtype=torch.float64)), [(x, grad)])
+    precision = torch.finfo(dtype).eps
+    y, of_input = (torch.cat([result[i] for result in results]).double() for i in (0, 1))
+    torch.testing.assert_close(y, expected[0][0], rtol=precision, atol=precision)
+    torch.testing.assert_close(of_input, expected[1][0], rtol=2 * precision, atol=2 * precision)
+    of_weight = sum(result[2] for result in results).double()
+    torch.testing.assert_close(of_weight, expected[2][0], rtol=4 * precision, atol=0.1)
+
+
+def test_autocast():
+    x = torch.randn(4, CHANNELS, 8, 8, generator=torch.Generator().manual_seed(0))
+    network = nn.Sequential(nn.Conv2d(CHANNELS, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True))
+
+    def run(model, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model(x)
+        y.float().square().sum().backward()
+        return y.detach(), model[0].weight.grad, model[1].weight.grad
+
+    def body():
+        model = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(network))
+        return run(model, x[2 * dist.get_rank() :][:2])
+
+    results = run_ranks(body, 2)
+    y, of_conv, of_norm = run(network, x)
+    assert results[0][0].dtype == torch.bfloat16
+    torch.testing.assert_close(torch.cat([r[0] for r in results]), y)
+    torch.testing.assert_close(sum(r[1] for r in results), of_conv, rtol=0.02, atol=0.2)
+    torch.testing.assert_close(sum(r[2] for r in results), of_norm, rtol=0.02, atol=0.2)
+
+
+@pytest.mark.parametrize(
+    ("dims", "layout"), [(4, torch.channels_last), (5, torch.channels_last_3d)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_channels_last_stays(dims, layout, dtype):
+    parts = batches([2, 3], dims, dtype)
+
+    def body(like):
+        layer = SyncBatchNorm(CHANNELS)
+        x, grad = (t.to(memory_format=like) for t in parts[dist.get_rank()])
+        x.requires_grad_()
+        y = layer(x)
+        assert y.is_contiguous(memory_format=like)
+        y.backward(grad.contiguous())
+        assert x.grad.is_contiguous(memory_format=like)
+        return y.detach(), x.grad
+
+    for ours, theirs in zip(
+        run_ranks(body, 2, layout), run_ranks(body, 2, torch.contiguous_format), strict=True
+    ):
+        torch.testing.assert_close(ours[0].contiguous(), theirs[0])
+        torch.testing.assert_close(ours[1].contiguous(), theirs[1])
+
+
+@pytest.mark.parametrize("kind", ["transposed", "sliced", "expanded", "sliced channels last"])
+def test_inputs_of_any_layout(kind):
+    x = torch.randn(4, 6, 8, 6, generator=torch.Generator().manual_seed(0))
+    x = {
+        "transposed": x[0].transpose(1, 2),  # channels innermost: normalized without a copy
+        "sliced": x[:, :, 1::2],
+        "expanded": x[:, :1].expand(-1, 6, -1, -1),
+        "sliced channels last": x.to(memory_format=torch.channels_last)[:, :, 1:],
+    }[kind]
+
+    def body():
+        layer = nn.Sequential(SyncBatchNorm(x.size(1)), nn.ReLU(inplace=True))
+        own = x.detach()[3 * dist.get_rank() :][:3].requires_grad_()
+        y = layer(own)
+        y.sum().backward()
+        assert (y.stride() == own.stride()) == (kind == "transposed")
+        assert y.is_contiguous(memory_format=torch.channels_last) == ("last" in kind)
+        return y.detach(), own.grad
+
+    results = run_ranks(body, 2)
+    plain = (nn.BatchNorm1d if x.dim() == 3 else nn.BatchNorm2d)(x.size(1))
+    whole = x.detach().clone().requires_grad_()
+    y = plain(whole).relu()
+    y.sum().backward()
+    torch.testing.assert_close(torch.cat([r[0] for r in results]), y.detach())
+    torch.testing.assert_close(torch.cat([r[1] for r in results]), whole.grad)
+
+
+def test_evaluation_asks_nobody():
+    def body():
+        x = torch.randn(4, CHANNELS, 5)
+        if dist.get_rank() == 0:
+            for arguments in ({}, {"track_running_stats": False}):
+                ours = SyncBatchNorm(CHANNELS, **arguments).eval()
+                theirs = nn.BatchNorm1d(CHANNELS, **arguments).eval()
+                assert torch.equal(ours(x), theirs(x))
+        dist.barrier()
+
+    run_ranks(body, 2)
+
+
+def test_one_exchange_each_way():
+    def body():
+        group = dist.group.WORLD
+        layer = SyncBatchNorm(CHANNELS)
+        x = torch.randn(4, CHANNELS, 5, requires_grad=True)
+        counts = [group.sequence_number()]
+        y = layer(x)
+        counts.append(group.sequence_number())
+        y.sum().backward()
+        counts.append(group.sequence_number())
+        with torch.no_grad():
+            layer(x)
+        counts.append(group.sequence_number())
+        layer(x.detach()).sum().backward()  # no gradient of the input is asked for
+        counts.append(group.sequence_number())
+        return [b - a for a, b in itertools.pairwise(counts)]
+
+    assert run_ranks(body, 2) == [[1, 1, 1, 1]] * 2
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "both"])
+def test_frozen_parameters(frozen):
+    parts = batches([2, 3])
+
+    def body():
+        layer = SyncBatchNorm(CHANNELS, dtype=torch.float64)
+        layer.weight.requires_grad_(frozen == "bias")
+        layer.bias.requires_grad_(frozen == "weight")
+        _, (gradient,), _, _ = train(layer, [parts[dist.get_rank()]])
+        assert (layer.weight.grad is None) == (frozen != "bias")
+        assert (layer.bias.grad is None) == (frozen != "weight")
+        return gradient
+
+    x, grad = torch.cat(parts, dim=1)
+    expected = train(nn.BatchNorm2d(CHANNELS, dtype=torch.float64), [(x, grad)])[1][0]
+    torch.testing.assert_close(torch.cat(run_ranks(body, 2)), expected)
+
+
+def test_subgroups_are_normalized_apart():
+    parts = batches([2, 3, 1, 2])
+
+    def body():
+        rank = dist.get_rank()
+        pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        layer = SyncBatchNorm(CHANNELS, process_group=pairs[rank % 2], dtype=torch.float64)
+        copied = copy.deepcopy(layer)
+        assert copied.process_group is layer.process_group
+        return train(copied, [parts[rank]])
+
+    results = run_ranks(body, 4)
+    for a, b in ((0, 2), (1, 3)):
+        x, grad = torch.cat([parts[a], parts[b]], dim=1)
+        expected = train(nn.BatchNorm2d(CHANNELS, dtype=torch.float64), [(x, grad)])
+        for kind in (0, 1):
+            ours = torch.cat([results[a][kind][0], results[b][kind][0]])
+            torch.testing.assert_close(ours, expected[kind][0])
+
+
+def test_a_rank_outside_the_group_is_told():
+    def body():
+        layer = SyncBatchNorm(CHANNELS, process_group=dist.new_group([0, 1]))
+        if dist.get_rank() == 2:
+            with pytest.raises(ValueError, match="NON_GROUP_MEMBER"):
+                layer(torch.ones(2, CHANNELS))
+        else:
+            layer(torch.ones(2, CHANNELS))
+
+    run_ranks(body, 3)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing(use_reentrant):
+    parts = batches([2, 3])
+
+    def run(layer, x, grad):
+        x = x.clone().requires_grad_()
+        y = checkpoint(lambda x: layer(x * 1.0).sin(), x, use_reentrant=use_reentrant)
+        y.backward(grad)
+        return y.detach(), x.grad, layer.weight.grad, layer.running_var
+
+    def body():
+        layer = SyncBatchNorm(CHANNELS, dtype=torch.float64)
+        return run(layer, *parts[dist.get_rank()])
+
+    results = run_ranks(body, 2)
+    expected = run(nn.BatchNorm2d(CHANNELS, dtype=torch.float64), *torch.cat(parts, dim=1))
+    for kind in (0, 1):
+        torch.testing.assert_close(torch.cat([r[kind] for r in results]), expected[kind])
+    torch.testing.assert_close(results[0][2] + results[1][2], expected[2])
+    torch.testing.assert_close(results[0][3], expected[3])
+
+
+class Replicated(Function):
+    """Identity on what all ranks hold alike; a gradient is the average of all ranks'."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return F.all_reduce(grad, dist.ReduceOp.AVG)
+
+
+@pytest.mark.parametrize("dims", [2, 4])
+@pytest.mark.parametrize("affine", [True, False])
+def test_gradients_and_second_derivatives_numerically(dims, affine):
+    """As in test_functional: all ranks see all inputs and outputs, and differentiate in step."""
+    sizes = (3, 1)
+    space = (2, 1)[: dims - 2]
+
+    def body():
+        rank = dist.get_rank()
+        layer = SyncBatchNorm(2, affine=affine, dtype=torch.float64)
+
+        def whole(x, *parameters):
+            own = Replicated.apply(x).split(sizes)[rank]
+            own_parameters = {
+                name: Replicated.apply(p)
+                for (name, _), p in zip(layer.named_parameters(), parameters, strict=True)
+            }
+            y = torch.func.functional_call(layer, own_parameters, (own,))
+            return torch.stack(F.all_gather(nn.functional.pad(y.flatten(), (0, 12 - y.numel()))))
+
+        generator = torch.Generator().manual_seed(0)
+        inputs = [torch.randn(sum(sizes), 2, *space, dtype=torch.float64, generator=generator)]
+        inputs += [torch.rand(2, dtype=torch.float64, generator=generator) + 0.5] * (2 * affine)
+        inputs = [t.clone().requires_grad_() for t in inputs]
+        assert gradcheck(whole, inputs)
+        assert gradgradcheck(whole, inputs)
+
+    run_ranks(body, len(sizes))
+
+
+class Own(nn.BatchNorm2d):
+    """What people derive from torch's layers."""
+
+
+def network():
+    norm = nn.BatchNorm1d(4)
+    return nn.ModuleDict(
+        {
+            "first": nn.Sequential(nn.Linear(4, 4), norm, nn.ModuleList([nn.BatchNorm3d(2)])),
+            "again": norm,
+            "own": Own(3, eps=0.1, momentum=None, affine=False),
+            "synced": nn.SyncBatchNorm(3, track_running_stats=False),
+            "instance": nn.InstanceNorm1d(3),
+        }
+    )
+
+
+def test_conversion_keeps_everything():
+    model = network()
+    model["own"].eval()
+    model["own"].qconfig = "a config"
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    keys = list(model.state_dict())
+    converted = SyncBatchNorm.convert_sync_batchnorm(model)
+    assert converted is model
+    assert list(model.state_dict()) == keys
+    now = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert now.keys() == tensors.keys()
+    assert all(now[name] is tensors[name] for name in now)
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    synced = {name for name, kind in kinds.items() if kind is SyncBatchNorm}
+    assert synced == {"first.1", "first.2.0", "own", "synced"}
+    assert kinds["instance"] is nn.InstanceNorm1d
+    assert model["again"] is model["first"][1]
+    own = model["own"]
+    assert (own.training, own.eps, own.momentum, own.affine) == (False, 0.1, None, False)
+    assert own.qconfig == "a config"
+    assert model["first"][1].training
+
+
+def test_conversion_of_a_layer_itself():
+    layer = nn.BatchNorm2d(3, dtype=torch.float64)
+    converted = SyncBatchNorm.convert_sync_batchnorm(layer)
+    assert type(converted) is SyncBatchNorm
+    assert converted.weight is layer.weight
+    assert isinstance(converted, nn.modules.batchnorm._BatchNorm)
+    linear = nn.Linear(2, 2)
+    assert SyncBatchNorm.convert_sync_batchnorm(linear) is linear
+
+
+def test_conversion_passes_the_group_on():
+    def body():
+        group = dist.new_group([0])
+        model = SyncBatchNorm.convert_sync_batchnorm(network(), group)
+        assert model["first"][2][0].process_group is group
+        again = SyncBatchNorm.convert_sync_batchnorm(model)
+        assert again["first"][2][0].process_group is None
+
+    run_ranks(body, 2)
+
+
+def test_lazy_layers_are_refused_by_name():
+    model = nn.Sequential(nn.LazyBatchNorm1d())
+    with pytest.raises(ValueError, match=r"0 is a LazyBatchNorm1d.*run one batch"):
+        SyncBatchNorm.convert_sync_batchnorm(model)
+    model(torch.ones(2, 3))
+    assert type(SyncBatchNorm.convert_sync_batchnorm(model)[0]) is SyncBatchNorm
+
+
+def test_state_moves_between_plain_and_synced():
+    plain = disturb(nn.BatchNorm2d(3))
+    synced = SyncBatchNorm(3)
+    synced.load_state_dict(plain.state_dict())
+    again = pickle.loads(pickle.dumps(synced))
+    assert torch.equal(again.weight, plain.weight)
+    assert repr(again).startswith("SyncBatchNorm(3, eps=1e-05")
+
+
+def test_a_backward_that_not_all_ranks_do_is_reported():
+    def body():
+        layer = SyncBatchNorm(CHANNELS)
+        y = layer(torch.randn(4, CHANNELS, requires_grad=True))
+        following = y.sum().backward if dist.get_rank() == 0 else dist.barrier
+        with pytest.raises(dist.CollectiveMismatch) as caught:
+            following()
+        return str(caught.value)
+
+    for text in run_ranks(body, 2):
+        assert "all_reduce" in text
+        assert "barrier" in text
+        assert text.count("test_sync_batchnorm.py") >= 2
+
+
+def test_a_rank_that_ends_before_its_backward_is_reported():
+    def body():
+        layer = SyncBatchNorm(CHANNELS)
+        y = layer(torch.randn(4, CHANNELS, requires_grad=True))
+        if dist.get_rank() == 0:
+            with pytest.raises(dist.PeerFailed, match="rank 1"):
+                y.sum().backward()
+
+    run_ranks(body, 2)
+
+
+def test_channels_that_differ_between_ranks_are_reported():
+    def body():
+        channels = 3 + dist.get_rank()
+        with pytest.raises(dist.CollectiveMismatch, match=r"float64\[7\]"):
+            SyncBatchNorm(channels)(torch.ones(2, channels))
+
+    run_ranks(body, 2)
+
+
+def _train_a_network() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = SyncBatchNorm.convert_sync_batchnorm(
+        nn.Sequential(
+            nn.Conv2d(1, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(inplace=True),
+            nn.Flatten(),
+            nn.Linear(64, 8),
+            nn.BatchNorm1d(8),
+        )
+    )
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(3):
+        x = torch.randn(2 + dist.get_rank(), 1, 6, 6, generator=generator)
+        model(x).square().sum().backward()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+            p.data -= 0.01 * p.grad
+            p.grad = None
+    return [t.detach() for t in model.state_dict().values()]
+
+
+def test_threads_and_processes_agree_to_the_bit():
+    threads = run_ranks(_train_a_network, 2)
+    processes = run_ranks(_train_a_network, 2, ranks="processes")
+    for result in (*threads[1:], *processes):
+        assert all(torch.equal(a, b) for a, b in zip(result, threads[0], strict=True))
