@@ -457,7 +457,7 @@ def _buffer_hook(location):
 
 
 def test_buffer_hooks():
-    from phalanx.parallel.ddp import BufferCommHookLocation as Location
+    from phalanx.parallel.buffers import BufferCommHookLocation as Location
 
     (count, names, mean), (_, _, other) = run_ranks(_buffer_hook, 2, Location.POST_FORWARD)
     assert count == 3

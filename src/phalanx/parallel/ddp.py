@@ -3,50 +3,41 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import itertools
-import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.futures import Future
 
 from phalanx.algorithms.join import Join, Joinable, JoinHook
+from phalanx.collectives import all_reduce
 from phalanx.group import ProcessGroup
 from phalanx.mesh import DeviceMesh
+from phalanx.parallel.arguments import (
+    check_comm_hook,
+    check_devices,
+    check_module,
+    choose_group,
+)
 from phalanx.parallel.buckets import BucketCapacityConfig, GradBucket, Slot
+from phalanx.parallel.buffers import BufferCommHookLocation, Buffers
 from phalanx.parallel.delayed import DelayedReduction
 from phalanx.parallel.outputs import tensors_in
 from phalanx.parallel.precision import LowPrecision, MixedPrecision, cast_buffers, cast_floats
 from phalanx.parallel.reducer import Reducer
-from phalanx.parallel.replicas import broadcast_coalesced, sync_module_states, verify_parameters
+from phalanx.parallel.replicas import sync_module_states, verify_parameters
 from phalanx.parallel.shadow import DDPJoinHook
 from phalanx.parallel.statistics import Statistics, torch_name
-from phalanx.world import default_group, is_outside, resolve
+from phalanx.types import ReduceOp
+from phalanx.world import default_group, is_outside
 
 _BROADCAST_BYTES = 250 * 1024 * 1024
-
-
-class BufferCommHookLocation(Enum):
-    """When a buffer hook runs."""
-
-    PRE_FORWARD = auto()
-    POST_FORWARD = auto()
-
-
-@dataclass
-class _BufferHook:
-    hook: Callable[[Any, dict[str, Tensor]], Any]
-    state: Any
-    location: BufferCommHookLocation
 
 
 class BuiltinCommHookType(Enum):
@@ -126,7 +117,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
                 "same time"
             )
-        self.process_group = _choose_group(process_group, device_mesh)
+        self.process_group = choose_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
         delayed = list(delay_all_reduce_named_params or ())
@@ -135,8 +126,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._module_parameters = [
             p for name, p in module.named_parameters() if name not in self.parameters_to_ignore
         ]
-        _check_module(module, self._module_parameters, bool(delayed))
-        _check_devices(self._module_parameters, device_ids, output_device)
+        check_module(module, self._module_parameters, bool(delayed))
+        check_devices(self._module_parameters, device_ids, output_device)
         if check_reduction:
             warnings.warn("check_reduction has no effect any more", FutureWarning, stacklevel=2)
         if broadcast_buffers is not None:
@@ -174,7 +165,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._has_rebuilt_buckets = False
         self._lazy_init_ran = False
         self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
-        self._buffer_hook: _BufferHook | None = None
+        self._module_buffers = Buffers(module, self.parameters_to_ignore)
         self._divide_by_initial_world_size = True
         self._low: LowPrecision | None = None
 
@@ -274,7 +265,6 @@ class DistributedDataParallel(nn.Module, Joinable):
                     found[param] = (full, bool(sparse))
         self._names = [name for name, _ in found.values()]
         self._sparse = [sparse for _, sparse in found.values()]
-        self._assign_modules_buffers()
         return list(found), self._sparse
 
     def _build_debug_param_to_name_mapping(
@@ -294,15 +284,6 @@ class DistributedDataParallel(nn.Module, Joinable):
                 f"{len(mapping)}",
             )
         return mapping
-
-    def _assign_modules_buffers(self) -> None:
-        """Look up the buffers anew, since a module may put others in their place."""
-        self.named_module_buffers = {
-            name: buffer
-            for name, buffer in self.module.named_buffers()
-            if name not in self.parameters_to_ignore
-        }
-        self.modules_buffers = list(self.named_module_buffers.values())
 
     # Forward
 
@@ -404,46 +385,21 @@ class DistributedDataParallel(nn.Module, Joinable):
         return (
             self.require_forward_param_sync
             and self.forward_sync_buffers
-            and len(self.modules_buffers) > 0
+            and len(self._module_buffers.named) > 0
         )
 
     def _will_sync_buffers(self, location: BufferCommHookLocation) -> bool:
-        hook = self._buffer_hook
-        here = hook.location if hook is not None else BufferCommHookLocation.PRE_FORWARD
-        return here is location and self.will_sync_module_buffers()
+        return self._module_buffers.location is location and self.will_sync_module_buffers()
 
     def _sync_buffers(self) -> None:
         # With uneven inputs rank 0 may have joined, and its buffers be old.
         source = self._find_common_rank(True) if self._join_config.enable else 0
-        self._assign_modules_buffers()
+        self._module_buffers.refresh()
         self._sync_module_buffers(source)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        with (
-            torch.no_grad(),
-            _unsafe_preserve_version_counter(tuple(self.modules_buffers)),
-        ):
-            if self._buffer_hook is None:
-                self._default_broadcast_coalesced(authoritative_rank=authoritative_rank)
-                return
-            futures = self._buffer_hook.hook(self._buffer_hook.state, self.named_module_buffers)
-            if futures is not None:
-                waits = [futures] if isinstance(futures, Future) else list(futures)
-                self.reducer.after_backward += [future.wait for future in waits]
-
-    def _default_broadcast_coalesced(
-        self,
-        bufs: Sequence[Tensor] | None = None,
-        bucket_size: int | None = None,
-        authoritative_rank: int = 0,
-    ) -> None:
-        """Copy buffers from one rank to all."""
-        broadcast_coalesced(
-            self.process_group,
-            self.modules_buffers if bufs is None else bufs,
-            bucket_size or self.broadcast_bucket_size,
-            authoritative_rank,
-        )
+        futures = self._module_buffers.sync(self.process_group, authoritative_rank)
+        self.reducer.after_backward += [future.wait for future in futures]
 
     def _register_buffer_comm_hook(
         self,
@@ -455,9 +411,17 @@ class DistributedDataParallel(nn.Module, Joinable):
 
         It may return futures, which are waited for at the end of backward.
         """
-        if not callable(hook):
-            raise AssertionError(f"a buffer hook must be callable, got {type(hook).__name__}")
-        self._buffer_hook = _BufferHook(hook, state, comm_hook_location)
+        self._module_buffers.register_hook(state, hook, comm_hook_location)
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are synchronised, by name."""
+        return self._module_buffers.named
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are synchronised."""
+        return list(self._module_buffers.named.values())
 
     # Communication hooks
 
@@ -470,7 +434,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         there, and returns a future of the flat result. Callbacks of the futures of asynchronous
         collectives that it starts run at the end of backward, in that order, too.
         """
-        self._check_comm_hook(hook)
+        try:
+            check_comm_hook(hook)
+        except (TypeError, ValueError) as error:
+            self._raise(type(error), str(error))
         if self.reducer.hook is not None:
             self._raise(
                 RuntimeError,
@@ -516,31 +483,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         from phalanx.algorithms.ddp_comm_hooks import optimizer_overlap_hooks
 
         optimizer_overlap_hooks._setup_in_backward(self)
-
-    def _check_comm_hook(self, hook: Any) -> None:
-        if not callable(hook):
-            self._raise(TypeError, "Communication hook must be callable.")
-        try:
-            signature = inspect.signature(hook)
-        except ValueError:
-            return
-        bucket = signature.parameters.get("bucket")
-        annotation = inspect.Parameter.empty if bucket is None else bucket.annotation
-        if annotation not in (inspect.Parameter.empty, GradBucket) and not _names(
-            annotation, "GradBucket"
-        ):
-            self._raise(
-                ValueError, "Communication hook: bucket annotation should be dist.GradBucket."
-            )
-        returned = signature.return_annotation
-        if returned not in (inspect.Signature.empty, Future[Tensor]) and not _names(
-            returned, "Future"
-        ):
-            self._raise(
-                ValueError,
-                "Communication hook: return annotation should be "
-                "torch.futures.Future[torch.Tensor].",
-            )
 
     # Uneven inputs
 
@@ -658,17 +600,12 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _find_common_rank(self, is_candidate: bool) -> int:
         """Agree on the highest rank that is a candidate."""
-        from phalanx.collectives import all_reduce
-        from phalanx.types import ReduceOp
-
         rank = torch.tensor([self.process_group.rank() if is_candidate else -1])
         all_reduce(rank, ReduceOp.MAX, self.process_group)
         return int(rank.item())
 
     def _announce_sync(self, syncing: bool) -> bool:
         """Tell ranks that have joined whether this iteration reduces gradients."""
-        from phalanx.collectives import all_reduce
-
         flag = torch.tensor([float(syncing)])
         all_reduce(flag, group=self.process_group)
         return bool(flag.item())
@@ -697,53 +634,3 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._delayed = None
         parameters, _ = self._build_params_for_reducer()
         self._make_reducer(parameters, self.static_graph)
-
-
-def _names(annotation: Any, name: str) -> bool:
-    """Say whether an annotation that may be text or a generic names a type."""
-    return name in (
-        annotation if isinstance(annotation, str) else getattr(annotation, "__name__", "")
-    )
-
-
-def _choose_group(group: ProcessGroup | None, mesh: DeviceMesh | None) -> ProcessGroup:
-    if group is not None and mesh is not None:
-        raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-    if mesh is None:
-        return resolve(group)
-    if mesh.ndim != 1:
-        raise RuntimeError(f"Only 1D device mesh is supported, but got {mesh}.")
-    return mesh.get_group(0)
-
-
-def _check_module(module: nn.Module, parameters: Sequence[nn.Parameter], delayed: bool) -> None:
-    if not delayed and not any(p.requires_grad for p in parameters):
-        raise RuntimeError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameter that "
-            "requires a gradient."
-        )
-    for name, param in module.named_parameters():
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            raise RuntimeError(
-                f"parameter {name} is uninitialized: run a dummy forward pass before wrapping the "
-                "module"
-            )
-
-
-def _check_devices(parameters: Sequence[nn.Parameter], device_ids: Any, output_device: Any) -> None:
-    if device_ids is not None and len(device_ids) > 1:
-        raise ValueError("device_ids can only be None or contain a single element.")
-    others = {str(p.device) for p in parameters if p.device.type != "cpu"}
-    if others:
-        raise ValueError(f"parameters must be on the CPU, some are on {', '.join(sorted(others))}")
-    if device_ids or output_device is not None:
-        raise ValueError(
-            "device_ids and output_device must be None for a module on the CPU, got "
-            f"{device_ids} and {output_device}"
-        )
-
-
-def dump_environment() -> None:
-    """Print the environment variables that matter to training, as torch's helper does."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
-        print(f"env:{name}={os.environ.get(name, 'N/A')}")

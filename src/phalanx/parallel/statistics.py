@@ -142,3 +142,9 @@ def torch_name(dtype: Any) -> str:
     """Return the name that torch's logging has for an element type."""
     name = str(dtype).removeprefix("torch.")
     return _NAMES.get(name, name)
+
+
+def dump_environment() -> None:
+    """Print the environment variables that matter to training."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
+        print(f"env:{name}={os.environ.get(name, 'N/A')}")

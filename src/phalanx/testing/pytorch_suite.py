@@ -29,7 +29,7 @@ from phalanx import profiling, world
 from phalanx.backends import local
 from phalanx.backends.base import GroupBackend
 from phalanx.backends.registry import Backend, BackendOptions
-from phalanx.parallel import ddp
+from phalanx.parallel import buffers, ddp, statistics
 from phalanx.parallel.replicas import verify_parameters
 
 # Where the names that are not phalanx's own are found: a module, or a module and a name in it.
@@ -106,7 +106,7 @@ def _get_pg_config(group: phalanx.ProcessGroup | None = None) -> dict[str, Any]:
 
 def _dump_DDP_relevant_env_vars() -> None:
     """Print what launchers set, and what the tests ask about NCCL."""
-    ddp.dump_environment()
+    statistics.dump_environment()
     for name in ("NCCL_TOPO_DUMP_FILE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         print(f"env:{name}={os.environ.get(name, 'N/A')}")
 
@@ -151,7 +151,7 @@ def _redirect() -> None:
     theirs.new_group = phalanx.new_group
     theirs.device_mesh.init_device_mesh = phalanx.init_device_mesh
     parallel: Any = torch.nn.parallel.distributed
-    parallel._BufferCommHookLocation = ddp.BufferCommHookLocation
+    parallel._BufferCommHookLocation = buffers.BufferCommHookLocation
     tests = sys.modules.get("torch.testing._internal.distributed.distributed_test")
     if tests is None:
         return
