@@ -23,7 +23,7 @@ from phalanx.group import ProcessGroup
 from phalanx.world import is_initialized, resolve
 
 # NumPy's operations on a few numbers, one per channel, take a fraction of the time of torch's.
-Array = NDArray[Any]
+_Array = NDArray[Any]
 
 _HALVES = (torch.float16, torch.bfloat16)
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -200,7 +200,7 @@ def _statistics(input: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor, int
     return torch.from_numpy(mean).to(precise), variance.to(precise), count
 
 
-def _moments(input: Tensor) -> tuple[Array, Array]:
+def _moments(input: Tensor) -> tuple[_Array, _Array]:
     """Return mean and sum of squared deviations of each channel."""
     samples, channels = input.shape[:2]
     count = input.numel() // channels
@@ -217,7 +217,9 @@ def _moments(input: Tensor) -> tuple[Array, Array]:
     return mean.numpy(), count * variance.double().numpy()
 
 
-def _combined(means: Array, squares: Array, counts: Array | int, count: int) -> tuple[Array, Array]:
+def _combined(
+    means: _Array, squares: _Array, counts: _Array | int, count: int
+) -> tuple[_Array, _Array]:
     """Return mean and squared deviations of the whole from those of its parts, one per row."""
     mean = (counts * means).sum(0) / count
     return mean, (squares + counts * (means - mean) ** 2).sum(0)
