@@ -38,6 +38,8 @@ _ADVICE = (
 class JoinHook:
     """What a rank without input does for one joinable. Override one method or both."""
 
+    num_active = 0  # ranks that have input; up to date whenever main_hook is called
+
     def main_hook(self) -> None:
         """Shadow the collectives of one iteration: forward, backward and optimizer step.
 
@@ -173,6 +175,7 @@ class Join:
                     "left; all stop here (throw_on_early_termination)"
                 )
             for hook in self._join_hooks:
+                hook.num_active = int(count.item())
                 hook.main_hook()
             num_shadowed += 1
             if num_shadowed == _SKEW + 1:

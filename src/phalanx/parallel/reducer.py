@@ -213,15 +213,18 @@ class Reducer:
         self._running = True
         if not self._order:
             self.statistics.backward_begins()
-            if not self.gradient_as_bucket_view:
-                for bucket in self.buckets:
-                    # The gradients of the last step may have been kept for something.
-                    if not bucket.sparse and bucket.is_held():
-                        bucket.renew()
+            self._renew_held()
             for slot in self.slots:
                 if not slot.due:
                     self._contribute(slot)
         Variable._execution_engine.queue_callback(partial(_on_end, weakref.ref(self)))
+
+    def _renew_held(self) -> None:
+        """Leave alone the gradients of the last step that have been kept for something."""
+        if not self.gradient_as_bucket_view:
+            for bucket in self.buckets:
+                if not bucket.sparse and bucket.is_held():
+                    bucket.renew()
 
     def _launch_ready(self) -> None:
         """Reduce all buckets whose turn it is, but the last: nothing is left to overlap it with."""
@@ -305,7 +308,7 @@ class Reducer:
             return  # another backward pass may bring them; the next forward pass looks again
         self._finish()
 
-    def _finish(self, abandoned: bool = False) -> None:
+    def _finish(self, abandoned: bool = False, shadowing: bool = False) -> None:
         """Reduce what has not been reduced, and hand out the gradients."""
         self._armed = False
         self.statistics.computation_ends()
@@ -313,14 +316,15 @@ class Reducer:
         if len(self._order) < len(self.slots):
             absent = [slot for slot in self.slots if slot.left == slot.due]
             for slot in absent:
-                if slot.due:
+                if slot.due or shadowing:
                     self._contribute(slot)
             for slot in self.slots:
                 if 0 < slot.left < slot.due and slot.param.grad is not slot.view:
                     slot.bucket.loose.append(slot)
         while self._next < len(self.buckets):
             bucket = self.buckets[self._next]
-            if self.skip_unused and not any(slot.used for slot in bucket.slots):
+            unused_here = not any(slot.used for slot in bucket.slots)
+            if self.skip_unused and unused_here and not shadowing:
                 self._next += 1
                 continue
             self._launch(bucket, async_op=self._next < len(self.buckets) - 1)
@@ -331,8 +335,8 @@ class Reducer:
                 self.usage.settle(
                     self.group,
                     self._order,
-                    find_unused=self.find_unused_parameters,
-                    static_graph=self.static_graph,
+                    find_unused=self.find_unused_parameters or shadowing,
+                    static_graph=self.static_graph and not shadowing,
                     abandoned=abandoned,
                     joining=self.joining,
                 )
@@ -396,21 +400,14 @@ class Reducer:
     # For others
 
     def shadow_backward(self) -> None:
-        """Take part in a backward pass of the other ranks without gradients of one's own."""
-        futures = []
-        for bucket in self.buckets:
-            if self.hook is not None:
-                futures.append(self.run_hook(self._zeros(bucket)))
-            elif bucket.sparse:
-                op = ReduceOp.AVG if self.divisor is None else ReduceOp.SUM
-                collectives.all_reduce(_no_rows(bucket.slots[0].param), op, self.group)
-            else:
-                active(self.group).all_reduce(self._zeros(bucket).buffer(), self._op())
-        # Not before all hooks have begun, as in the others' backward.
-        for future in futures:
-            future.wait()
-        self.usage.settle(self.group, (), find_unused=True, static_graph=False)
-        self._reset()
+        """Take part in a backward pass of the other ranks without gradients of one's own.
+
+        Afterwards this rank has the same gradients as they have.
+        """
+        for slot in self.slots:
+            slot.param.grad = None
+        self._renew_held()
+        self._finish(shadowing=True)
 
     def _zeros(self, bucket: Bucket) -> GradBucket:
         if bucket.sparse:

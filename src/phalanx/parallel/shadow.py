@@ -24,6 +24,8 @@ class DDPJoinHook(JoinHook):
         ddp = self.ddp
         syncing = ddp._announce_sync(False)
         if syncing:
+            if not ddp._divide_by_initial_world_size:
+                ddp.reducer.divisor = self.num_active
             ddp.reducer.check_finished()
             if ddp.reducer.rebuild_buckets():
                 ddp._has_rebuilt_buckets = True

@@ -7,7 +7,7 @@ module in place of ``torch.distributed`` in them, they test Phalanx. What is her
 * Events of the profiler are asynchronous, as Gloo's are.
 * ``DistributedDataParallel`` drops ``device_ids`` and ``output_device`` for modules on the CPU, so
   that tests written for GPUs run on CPU tensors, and tells of unused parameters as late as torch.
-* What the tests take from torch.distributed by another way than this module is redirected.
+* What the tests take of torch.distributed by another way than this module is redirected.
 
 Importing it changes the process for good: it is for a process that does nothing but run those
 tests.
