@@ -15,7 +15,7 @@ from phalanx.algorithms.model_averaging.averagers import ModelAverager, Periodic
 from phalanx.algorithms.model_averaging.hierarchical_model_averager import (
     HierarchicalModelAverager,
 )
-from phalanx.optim.post_localSGD_optimizer import PostLocalSGDOptimizer
+from phalanx.optim import PostLocalSGDOptimizer
 from phalanx.testing import run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.float32]

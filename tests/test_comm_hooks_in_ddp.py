@@ -25,7 +25,7 @@ from phalanx.algorithms.ddp_comm_hooks.powerSGD_hook import (
     powerSGD_hook,
 )
 from phalanx.algorithms.model_averaging.averagers import PeriodicModelAverager
-from phalanx.optim.post_localSGD_optimizer import PostLocalSGDOptimizer
+from phalanx.optim import PostLocalSGDOptimizer
 from phalanx.testing import run_ranks
 
 SMALL = {"bucket_cap_mb": 0.001}  # several buckets

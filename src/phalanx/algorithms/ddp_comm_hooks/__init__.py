@@ -12,11 +12,20 @@ from typing import Any
 
 from phalanx.algorithms.ddp_comm_hooks import debugging_hooks as debugging
 from phalanx.algorithms.ddp_comm_hooks import default_hooks as default
+from phalanx.algorithms.ddp_comm_hooks import optimizer_overlap_hooks as optimizer_overlap
 from phalanx.algorithms.ddp_comm_hooks import powerSGD_hook as powerSGD
 from phalanx.algorithms.ddp_comm_hooks import quantization_hooks as quantization
 from phalanx.group import ProcessGroup
 
-__all__ = ["DDPCommHookType", "register_ddp_comm_hook"]
+__all__ = [
+    "DDPCommHookType",
+    "debugging",
+    "default",
+    "optimizer_overlap",
+    "powerSGD",
+    "quantization",
+    "register_ddp_comm_hook",
+]
 
 
 @dataclass(frozen=True)
