@@ -188,10 +188,8 @@ class DistributedDataParallel(nn.Module, Joinable):
                 self.process_group, [p for _, p in delayed], param_to_hook_all_reduce
             )
         if mixed_precision is not None:
-            if mixed_precision.param_dtype is not None:
-                self._low = LowPrecision(
-                    (p for p in self._module_parameters), mixed_precision.param_dtype
-                )
+            if mixed_precision.param_dtype or mixed_precision.reduce_dtype:
+                self._low = LowPrecision(self._module_parameters, mixed_precision.param_dtype)
             if mixed_precision.buffer_dtype is not None:
                 cast_buffers(module, mixed_precision.buffer_dtype)
         self._make_reducer(parameters, static_graph)
@@ -324,8 +322,8 @@ class DistributedDataParallel(nn.Module, Joinable):
             self._sync_buffers()
         if self._low is not None:
             self._low.lower()
-            inputs = cast_floats(inputs, self._low.dtype)
-            kwargs = cast_floats(kwargs, self._low.dtype)
+            if (dtype := self._low.dtype) is not None:
+                inputs, kwargs = cast_floats(inputs, dtype), cast_floats(kwargs, dtype)
         return inputs, kwargs
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -28,10 +28,11 @@ class LowPrecision:
     """The parameters of a module in two precisions, of which one at a time is in place.
 
     The lower one is there from forward to the end of backward. A gradient that was there before
-    is put aside for that time, and added to the new one afterwards, in full precision.
+    is put aside for that time, and added to the new one afterwards, in full precision. Without a
+    ``dtype`` parameters stay what they are.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> None:
         self.parameters: list[Any] = [p for p in parameters if p.is_floating_point()]
         self.dtype = dtype
         self._kept: list[Tensor | None] = [None] * len(self.parameters)
