@@ -230,9 +230,9 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 
 
 def _dense(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Lay a tensor out as torch's kernels want it (and ``like`` is): its samples or channels last.
+    """Return a tensor contiguous, or with channels last where it has them so, or ``like`` has.
 
-    Three dimensions become four: so (N, C, L) with C innermost counts as channels last too.
+    Three dimensions become four: torch knows no channels last for three.
     """
     if tensor.dim() == 3:
         tensor = tensor.unsqueeze(-1)

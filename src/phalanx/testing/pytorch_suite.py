@@ -34,7 +34,7 @@ from phalanx.parallel.replicas import verify_parameters
 
 # Where the names that are not phalanx's own are found: a module, or a module and a name in it.
 _PLACES = {
-    "DistributedSampler": "data.distributed:DistributedSampler",
+    "DistributedSampler": "data.sampler:DistributedSampler",
     "SyncBatchNorm": "parallel.batchnorm:SyncBatchNorm",
     "_BucketCapacityConfig": "parallel.buckets:BucketCapacityConfig",
     "_DEFAULT_BUCKET_CAP_MB": "parallel.buckets:DEFAULT_CAP_MB",
