@@ -70,7 +70,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = False  # until then, add_param_group is the base class's
         Optimizer.__init__(self, params, defaults)
         Joinable.__init__(self)
-        _check_types(self._all_params)
+        _check_dense(self._all_params)
         self.process_group = resolve(process_group)
         self.world_size = self.process_group.size()
         self.rank = self.process_group.rank()
@@ -128,7 +128,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self.initialized or self._overlap_with_ddp:
             return
         group = self.param_groups[-1]
-        _check_types(self._all_params)
+        _check_dense(self._all_params)
         self._divide(group["params"])
         self.optim.add_param_group(self._local_groups()[-1])
         _copy_options(self.optim.param_groups, self.param_groups)
@@ -341,13 +341,11 @@ def _copy_options(source: list[dict[str, Any]], to: list[dict[str, Any]]) -> Non
                 to_group[key] = value
 
 
-def _check_types(params: Sequence[Tensor]) -> None:
-    for param in params:
-        kind = torch.typename(param)
-        if param.is_sparse or kind != torch.typename(params[0]):
+def _check_dense(params: Sequence[Tensor]) -> None:
+    for i, param in enumerate(params):
+        if param.layout is not torch.strided:
             raise ValueError(
-                "ZeroRedundancyOptimizer needs dense parameters, all of one type: got "
-                f"{torch.typename(params[0])} and {kind}"
+                f"ZeroRedundancyOptimizer needs dense parameters: parameter {i} is {param.layout}"
             )
 
 
