@@ -8,6 +8,7 @@
 
 namespace nb = nanobind;
 
+void bind_copies(nb::module_& m);
 void bind_engine(nb::module_& m);
 void bind_outside(nb::module_& m);
 void bind_stores(nb::module_& m);
@@ -69,6 +70,7 @@ void translate(const std::exception_ptr& thrown, void*) {
 NB_MODULE(_native, m) {
   nb::set_leak_warnings(false);  // what lives at exit is the process' to free
   nb::register_exception_translator(translate);
+  bind_copies(m);
   bind_engine(m);
   bind_outside(m);
   bind_stores(m);

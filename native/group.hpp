@@ -17,13 +17,6 @@
 
 namespace phalanx {
 
-// A tensor as the core sees it: elements of the call's dtype, dense unless a layout is given.
-struct View {
-  std::byte* data = nullptr;
-  size_t count = 0;
-  std::shared_ptr<const Layout> layout;
-};
-
 inline bool overlap(const View& a, const View& b, size_t item) {
   return a.data < b.data + b.count * item && b.data < a.data + a.count * item;
 }

@@ -96,6 +96,17 @@ void reduce(const Reduction& reduction, std::span<void* const> dsts,
       dtype, op)(Job{dsts.data(), dsts.size(), srcs.data(), srcs.size(), count, factors});
 }
 
+bool measurable(DType dtype) {
+  return dtype < DType::Count && baseline::table.squares_of(dtype) != nullptr;
+}
+
+double sum_of_squares(DType dtype, const void* data, size_t count) {
+  if (!measurable(dtype)) {
+    throw Failure(Kind::Invalid, std::string("a sum of squares is not defined for ") + name(dtype));
+  }
+  return available.tables[0]->squares_of(dtype)(data, count);
+}
+
 void copy(void* dst, const void* src, size_t bytes, size_t stream_from) {
   if (bytes >= stream_from) return available.tables[0]->stream(dst, src, bytes);
   if (bytes != 0) std::memcpy(dst, src, bytes);  // with no bytes the pointers may be null

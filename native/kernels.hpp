@@ -35,6 +35,13 @@ struct Reduction {
 void reduce(const Reduction& reduction, std::span<void* const> dsts,
             std::span<const void* const> srcs, size_t count);
 
+// Floats, real and complex.
+bool measurable(DType dtype);
+
+// The sum of the squares of all elements, |z|^2 where they are complex, in double. The order of
+// summation depends on `count` alone. Throws Failure(Kind::Invalid) if they are not measurable.
+double sum_of_squares(DType dtype, const void* data, size_t count);
+
 // From this many bytes on, `copy` writes around the caches. Measured against memcpy, one core, L2
 // of 2 MB: a quarter to two thirds faster from 2 MB on if nobody reads the destination soon, but a
 // tenth slower from 4 to 16 MB if it is read at once; at 64 MB it was faster either way.

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "kernels_elements.hpp"
+#include "kernels_squares.hpp"
 #include "kernels_table.hpp"
 
 #if defined(__x86_64__)
@@ -353,7 +354,8 @@ constexpr void add_integers(Table& table, DType dtype, DType signed_dtype) {
 }
 
 template <class Element>
-constexpr void add_floats(Table& table, DType dtype) {
+constexpr void add_floats(Table& table, DType dtype, Measure squares) {
+  table.squares_of(dtype) = squares;
   table.at(dtype, Reduce::Sum) = kernel<Element, Sum>;
   table.at(dtype, Reduce::Avg) = mean<Element>;
   table.at(dtype, Reduce::Product) = kernel<Element, Product>;
@@ -364,6 +366,7 @@ constexpr void add_floats(Table& table, DType dtype) {
 
 template <class T>
 constexpr void add_complex(Table& table, DType dtype) {
+  table.squares_of(dtype) = squares_of_parts<T>;
   table.at(dtype, Reduce::Sum) = by_parts<kernel<Plain<T>, Sum>>;
   table.at(dtype, Reduce::Avg) = by_parts<mean<Plain<T>>>;
   table.at(dtype, Reduce::PremulSum) = by_parts<kernel<Plain<T>, Premul>>;
@@ -371,7 +374,7 @@ constexpr void add_complex(Table& table, DType dtype) {
 }
 
 constexpr Table make_table(const char* isa) {
-  Table table{isa, {}, stream};
+  Table table{isa, {}, stream, {}};
   for (Reduce any : {Reduce::Sum, Reduce::Max, Reduce::Bor}) {
     table.at(DType::Bool, any) = kernel<Boolean, Or>;
   }
@@ -383,10 +386,10 @@ constexpr Table make_table(const char* isa) {
   add_integers<uint16_t, int16_t>(table, DType::U16, DType::I16);
   add_integers<uint32_t, int32_t>(table, DType::U32, DType::I32);
   add_integers<uint64_t, int64_t>(table, DType::U64, DType::I64);
-  add_floats<Half>(table, DType::F16);
-  add_floats<Brain>(table, DType::BF16);
-  add_floats<Plain<float>>(table, DType::F32);
-  add_floats<Plain<double>>(table, DType::F64);
+  add_floats<Half>(table, DType::F16, squares_of_small<Half>);
+  add_floats<Brain>(table, DType::BF16, squares_of_small<Brain>);
+  add_floats<Plain<float>>(table, DType::F32, squares<float>);
+  add_floats<Plain<double>>(table, DType::F64, squares<double>);
   add_complex<float>(table, DType::C64);
   add_complex<double>(table, DType::C128);
   return table;

@@ -20,11 +20,13 @@ struct Job {
 };
 
 using Kernel = void (*)(const Job&);
+using Measure = double (*)(const void* data, size_t count);
 
 struct Table {
   const char* isa;
   Kernel cells[static_cast<size_t>(DType::Count)][static_cast<size_t>(Reduce::Count)];
   void (*stream)(void* dst, const void* src, size_t bytes);  // copy around the caches
+  Measure squares[static_cast<size_t>(DType::Count)];
 
   constexpr Kernel& at(DType dtype, Reduce op) {
     return cells[static_cast<size_t>(dtype)][static_cast<size_t>(op)];
@@ -32,6 +34,8 @@ struct Table {
   constexpr Kernel at(DType dtype, Reduce op) const {
     return cells[static_cast<size_t>(dtype)][static_cast<size_t>(op)];
   }
+  constexpr Measure& squares_of(DType dtype) { return squares[static_cast<size_t>(dtype)]; }
+  constexpr Measure squares_of(DType dtype) const { return squares[static_cast<size_t>(dtype)]; }
 };
 
 // The variants need per-function targets, which only GCC can set for a whole file from within it.

@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 namespace phalanx {
 
@@ -12,6 +13,13 @@ struct Layout {
   int ndim = 0;
   int64_t shape[max_ndim];
   int64_t stride[max_ndim];
+};
+
+// A tensor as the core sees it: dense unless a layout is given.
+struct View {
+  std::byte* data = nullptr;
+  size_t count = 0;
+  std::shared_ptr<const Layout> layout;
 };
 
 // `item` is the size of an element: 1, 2, 4, 8 or 16 bytes. `strided` points at the element with

@@ -74,6 +74,13 @@ def dtype_code(tensor: object) -> int:
 def common_dtype_code(tensors: list[Any]) -> int:
     """Return the code that all of these tensors have, or -1."""
 
+def copy_all(dsts: Sequence[Tensor], srcs: Sequence[Tensor], measure: bool) -> list[float]:
+    """Copy each source to its destination, of the same dtype and shape and not overlapping it.
+
+    With ``measure``, return the sum of squares of each source, in double; else nothing. Nothing is
+    copied if a pair does not fit.
+    """
+
 def allocate(bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Allocate zeroed bytes in this process' shared heap."""
 
