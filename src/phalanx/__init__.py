@@ -115,6 +115,12 @@ if TYPE_CHECKING:
         stores,
         testing,
     )
+    from phalanx.algorithms.join import Join, Joinable, JoinHook
+    from phalanx.data import (
+        DistributedSampler,
+        LengthGroupedSampler,
+        WeightedDistributedSampler,
+    )
     from phalanx.debug.breakpoints import breakpoint
     from phalanx.debug.levels import (
         DebugLevel,
@@ -125,8 +131,10 @@ if TYPE_CHECKING:
     from phalanx.heap import empty_shared, is_shared
     from phalanx.launch.threads import run_threads
     from phalanx.mesh import DeviceMesh, init_device_mesh
+    from phalanx.parallel.batchnorm import SyncBatchNorm
     from phalanx.parallel.buckets import GradBucket
     from phalanx.parallel.ddp import BuiltinCommHookType, DistributedDataParallel
+    from phalanx.parallel.precision import MixedPrecision
     from phalanx.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 __all__ = [
@@ -147,11 +155,17 @@ __all__ = [
     "DistStoreError",
     "DistTimeout",
     "DistributedDataParallel",
+    "DistributedSampler",
     "FileStore",
     "GradBucket",
     "GroupBackend",
     "GroupMember",
     "HashStore",
+    "Join",
+    "JoinHook",
+    "Joinable",
+    "LengthGroupedSampler",
+    "MixedPrecision",
     "P2POp",
     "PeerFailed",
     "PrefixStore",
@@ -160,7 +174,9 @@ __all__ = [
     "ReduceOp",
     "Store",
     "StoreTimeout",
+    "SyncBatchNorm",
     "TCPStore",
+    "WeightedDistributedSampler",
     "Work",
     "algorithms",
     "all_gather",
@@ -246,12 +262,20 @@ _LAZY = {
     "DebugLevel": "debug.levels",
     "DeviceMesh": "mesh",
     "DistributedDataParallel": "parallel.ddp",
+    "DistributedSampler": "data",
     "FileStore": "stores",
     "GradBucket": "parallel.buckets",
     "HashStore": "stores",
+    "Join": "algorithms.join",
+    "JoinHook": "algorithms.join",
+    "Joinable": "algorithms.join",
+    "LengthGroupedSampler": "data",
+    "MixedPrecision": "parallel.precision",
     "PrefixStore": "stores",
     "Store": "stores",
+    "SyncBatchNorm": "parallel.batchnorm",
     "TCPStore": "stores",
+    "WeightedDistributedSampler": "data",
     "algorithms": None,
     "breakpoint": "debug.breakpoints",
     "data": None,
