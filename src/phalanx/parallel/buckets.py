@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from phalanx._native import copy_all
 from phalanx.heap import empty_shared
+
+Measured = Callable[[Sequence["Slot"], Sequence[float]], None]
 
 
 class GradBucket:
@@ -263,11 +266,11 @@ class Bucket:
         )
 
     @torch.no_grad()
-    def settle(self, keep: bool) -> list[Slot]:
+    def settle(self, keep: bool, measured: Measured | None = None) -> list[Slot]:
         """Copy in what is still outside, and let it be the gradients.
 
         If ``keep``, gradients that have a graph of their own are left where they are, and their
-        slots returned.
+        slots returned. ``measured`` is told the sums of squares.
         """
         slots, self.loose = self.loose, []
         if not slots:
@@ -277,7 +280,9 @@ class Bucket:
         for slot, grad in zip(slots, grads, strict=True):
             if grad.dtype is not dtype or grad.is_sparse:
                 slot.check(grad)
-        torch._foreach_copy_([slot.view for slot in slots], grads)
+        squares = copy_all([slot.view for slot in slots], grads, measured is not None)
+        if measured is not None:
+            measured(slots, squares)
         kept = [s for s, grad in zip(slots, grads, strict=True) if grad.requires_grad and keep]
         for slot in slots:
             if not kept or slot not in kept:

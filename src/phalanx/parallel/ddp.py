@@ -28,6 +28,7 @@ from phalanx.parallel.arguments import (
 from phalanx.parallel.buckets import BucketCapacityConfig, GradBucket, Slot
 from phalanx.parallel.buffers import BufferCommHookLocation, Buffers
 from phalanx.parallel.delayed import DelayedReduction
+from phalanx.parallel.health import GradientHealth
 from phalanx.parallel.outputs import tensors_in
 from phalanx.parallel.precision import LowPrecision, MixedPrecision, cast_buffers, cast_floats
 from phalanx.parallel.reducer import Reducer
@@ -530,6 +531,17 @@ class DistributedDataParallel(nn.Module, Joinable):
     def statistics(self) -> str:
         """Return the same as a table to read."""
         return f"{type(self).__name__} of {type(self.module).__name__}\n{self.logger.table()}"
+
+    def watch_gradients(self, raises: bool = True) -> GradientHealth:
+        """Measure gradients from now on: norms, and who brings in NaN or Inf.
+
+        Costs next to nothing: sums of squares are taken while gradients are copied and reduced.
+        Returns what holds the figures of the last backward pass. If gradients are not finite,
+        backward raises FloatingPointError on all ranks, which names ranks and parameters, unless
+        ``raises`` is False. Every rank must call it.
+        """
+        self.reducer.health = GradientHealth(raises)
+        return self.reducer.health
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Keep the times of every ``sample_rate``'th iteration, after the first ten."""

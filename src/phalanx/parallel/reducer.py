@@ -16,6 +16,7 @@ from torch.autograd.profiler import record_function
 from torch.futures import Future
 
 from phalanx import collectives
+from phalanx._native import copy_all
 from phalanx.group import ProcessGroup
 from phalanx.parallel.buckets import (
     Bucket,
@@ -24,6 +25,7 @@ from phalanx.parallel.buckets import (
     Slot,
     compute_bucket_assignment_by_size,
 )
+from phalanx.parallel.health import GradientHealth
 from phalanx.parallel.precision import LowPrecision
 from phalanx.parallel.statistics import Statistics
 from phalanx.parallel.unused import Usage
@@ -81,6 +83,7 @@ class Reducer:
         self.on_finish: Callable[[], None] | None = None  # run whenever one is done
         self.divisor: int | None = None  # of sums, if not the number of ranks
         self.joining = False  # whether ranks may have run out of input
+        self.health: GradientHealth | None = None
         self.late = False  # whether unused parameters are an error only in the next forward pass
         limits, _ = caps.compute_bucket_size_limits(static_graph, find_unused_parameters)
         tensors = [slot.param for slot in self.slots]
@@ -206,7 +209,9 @@ class Reducer:
             slot.bucket.loose.append(slot)
             return
         slot.check(grad)
-        slot.view.copy_(grad)
+        squares = copy_all([slot.view], [grad], self.health is not None)
+        if self.health is not None:
+            self.health.measured([slot], squares)
         slot.param.grad = slot.view
 
     def _begin(self) -> None:
@@ -244,15 +249,17 @@ class Reducer:
         if self.hook is not None:
             self._apply_hook(bucket, bucket.flat, bucket.gradients())
             return
-        transport = active(self.group)
-        self._works.append(
-            (bucket, transport.all_reduce(bucket.flat, self._op(), async_op=async_op))
+        squares = None if self.health is None else self.health.place(bucket)
+        work = active(self.group).all_reduce(
+            bucket.flat, self._op(), async_op=async_op, squares=squares
         )
+        self._works.append((bucket, work))
 
     def _settle(self, bucket: Bucket) -> None:
         """Bring all gradients of a bucket into it."""
         if self.low is None:
-            self._graphs += bucket.settle(keep=torch.is_grad_enabled())
+            measured = None if self.health is None else self.health.measured
+            self._graphs += bucket.settle(torch.is_grad_enabled(), measured)
             return
         with torch.no_grad():
             for slot in bucket.slots:
@@ -260,6 +267,8 @@ class Reducer:
                     slot.view.copy_(cast(Tensor, slot.param.grad))
                     if (kept := self.low.kept(slot.param)) is not None:
                         slot.view.add_(kept)
+                    if self.health is not None:
+                        self.health.measure_in_place(slot)
         bucket.loose.clear()
 
     def _op(self) -> ReduceOp:
@@ -353,6 +362,8 @@ class Reducer:
         callbacks, self.after_backward = self.after_backward, []
         for callback in callbacks:
             callback()
+        if self.health is not None:
+            self.health.settle(self.group)
 
     def _is_profiled(self) -> bool:
         return self.find_unused_parameters and profiler._is_profiler_enabled
@@ -380,15 +391,20 @@ class Reducer:
                 value = future.wait()
                 result = value[0] if isinstance(value, list | tuple) else value
                 _take_result(given, bucket, result)
+                if self.health is not None:
+                    self.health.measure_result(bucket, result)
 
     def _hand_out(self, absent: Sequence[Slot]) -> None:
         """Make the pieces of the buckets the gradients, but of parameters that no rank used."""
         for slot in self._graphs:
             cast(Tensor, slot.param.grad).data.copy_(slot.view)
-        if self.divisor is not None:
-            for bucket, _ in self._works:
-                if bucket.sparse:
-                    bucket.slots[0].view.div_(self.divisor)
+        for bucket, _ in self._works:
+            if bucket.sparse:
+                result = bucket.slots[0].view
+                if self.divisor is not None:
+                    result.div_(self.divisor)
+                if self.health is not None:
+                    self.health.measure_result(bucket, result)
         if self.low is not None:
             self.low.restore()
         for slot in absent if self.low is None else self.slots:
@@ -511,6 +527,8 @@ def _arrival(reference: weakref.ref[Reducer], slot: Slot) -> Callable[[Tensor], 
                 reducer._move_in(slot, grad)
             else:
                 bucket.loose.append(slot)
+        elif reducer.health is not None:
+            reducer.health.measure_in_place(slot)
         pending = bucket.pending = bucket.pending - 1
         if not pending:
             reducer._launch_ready()
