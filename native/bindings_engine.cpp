@@ -111,6 +111,15 @@ class Engine {
     call.outputs.push_back(std::move(view));
     return issue(std::move(call), timeout, async, tensor);
   }
+  // A method of its own: an argument that may be None would make the other one's calls slower.
+  nb::object all_reduce_measured(nb::handle tensor, int reduce, double factor, double timeout,
+                                 bool async, nb::handle squares) {
+    auto [call, view] = about(Op::AllReduce, tensor, -1, reduce, factor);
+    call.inputs.push_back(view);
+    call.outputs.push_back(std::move(view));
+    call.squares = place_for_squares(squares, call.dtype);
+    return issue(std::move(call), timeout, async, tensor, squares);
+  }
   nb::object reduce(nb::handle tensor, int root, int reduce, double factor, double timeout,
                     bool async) {
     auto [call, view] = about(Op::Reduce, tensor, root, reduce, factor);
@@ -187,6 +196,17 @@ class Engine {
     for (int i = kShown; i < look.shown.ndim && !may_differ_in_shape(op); ++i)
       call.detail = mix(call.detail, uint64_t(look.shown.shape[i]));
     return result;
+  }
+
+  static double* place_for_squares(nb::handle squares, DType dtype) {
+    if (!measurable(dtype))
+      throw Failure(Kind::Invalid,
+                    std::string("all_reduce: squares: a sum of squares is not defined for ") +
+                        name(dtype) + " (floating and complex dtypes have one)");
+    Look look(squares);
+    if (!look.fault && (look.dtype != DType::F64 || look.count != 1))
+      throw nb::value_error("all_reduce: squares must be a float64 tensor of one element");
+    return reinterpret_cast<double*>(look.view().data);
   }
 
   // Wait for what this rank has issued. That may be part of a deadlock, which ends it.
@@ -462,6 +482,7 @@ void bind_engine(nb::module_& m) {
       .def("close", &Engine::close)
       .def("barrier", &Engine::barrier)
       .def("all_reduce", &Engine::all_reduce)
+      .def("all_reduce_measured", &Engine::all_reduce_measured)
       .def("reduce", &Engine::reduce)
       .def("broadcast", &Engine::broadcast)
       .def("all_gather", &Engine::all_gather)

@@ -24,7 +24,7 @@ Group::Group(std::shared_ptr<Board> board, int rank, std::string name, double ti
       name_(std::move(name)),
       spin_{!board_->crowded()},
       chunk_(board_->crowded() ? kCrowdedChunk : kChunk),
-      combine_{std::vector<const void*>(size()), std::vector<double>(size(), 1.0)} {}
+      combine_{std::vector<const void*>(size()), std::vector<double>(size(), 1.0), 0} {}
 
 Group::~Group() {
   if (stage_) board_->park(std::make_shared<Block>(std::move(stage_)));
@@ -69,6 +69,7 @@ void Group::run(Call& call) {
   posting.reduce = call.reduce;
   posting.root = call.root < 0 ? -1 : board_->world_rank(call.root);
   posting.factor = call.factor;
+  posting.measured = call.squares != nullptr;
   posting.detail = call.detail;
   posting.posted_ns = nanoseconds(start);
   posting.ndim = uint8_t(call.ndim);

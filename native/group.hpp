@@ -32,7 +32,8 @@ struct Call {
   Reduce reduce = Reduce::Sum;
   int root = -1;
   double factor = 1;
-  double timeout = -1;  // seconds; negative: the group's
+  double timeout = -1;        // seconds; negative: the group's
+  double* squares = nullptr;  // all_reduce: where the sum of squares of the result is wanted
   std::vector<View> inputs, outputs;
   int ndim = 0;
   int64_t shape[6] = {};
@@ -55,6 +56,7 @@ struct Call {
 struct Combine {
   std::vector<const void*> sources;
   std::vector<double> factors;
+  double squares = 0;  // of all that was combined since it was set to zero, if the call asks for it
   void into(const Call& call, std::span<void* const> dsts, size_t count);
 };
 
@@ -98,6 +100,8 @@ class Group {
   View piece(const Call& call, size_t item, int rank) const;
   size_t stride(const Passage& passage) const;
   void fill(const Passage& passage, uint32_t step);
+  void show_squares(const Passage& passage);
+  void add_squares(const Passage& passage);
 
   // Post, wait for all, compare. Throws on every rank alike where postings differ.
   void meet(Passage& passage, Offer offer);

@@ -26,8 +26,8 @@ const char* name(Progress how) {
 }
 
 uint64_t Posting::digest() const {
-  uint64_t hash =
-      uint64_t(op) | uint64_t(dtype) << 8 | uint64_t(reduce) << 16 | uint64_t(uint32_t(root)) << 32;
+  uint64_t hash = uint64_t(op) | uint64_t(dtype) << 8 | uint64_t(reduce) << 16 |
+                  uint64_t(measured) << 24 | uint64_t(uint32_t(root)) << 32;
   hash = mix(sequence, hash);
   if (parts) hash = mix(hash, uint64_t(part) << 16 | parts);
   for (int i = 0; i < ndim && !may_differ_in_shape(op); ++i)
@@ -44,6 +44,7 @@ std::string Posting::describe() const {
   }
   const bool message = is_message(op);
   if (is_reduction(op)) text += std::string(", ") + phalanx::name(reduce);
+  if (measured) text += ", squares";
   if (root >= 0 && !message)
     text += (op == Op::Broadcast || op == Op::Scatter ? ", src=" : ", dst=") + std::to_string(root);
   if (message) text += ", tag=" + std::to_string(tag);

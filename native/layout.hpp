@@ -62,11 +62,13 @@ struct Posting {
   uint8_t ndim;
   Progress progress;
   uint16_t part, parts;  // "[1 of 3]": its place in a batch of calls that belong together
+  uint8_t measured;      // the sum of squares of the result is asked for
   int32_t root;          // or the peer, for send and recv, as a world rank; -1 for none
   int32_t tag;           // of send and recv
   int64_t shape[6];
   uint64_t detail;  // hash of what must agree beyond the fields above (lists of sizes)
   double factor;    // PREMUL_SUM
+  double squares;   // its rank's share of the sum of squares, before the last tick
   uint64_t data;    // where a Direct offer starts, as the owner's heap offset or a thread's pointer
   uint64_t stage;   // the owner's staging buffer, likewise; 0 while it has none
   uint64_t bytes;   // how much is offered in all

@@ -18,10 +18,24 @@ size_t inline_limit(const Board& board) {
   return board.threads() ? kThreads : kProcesses;
 }
 
+// Results that are combined and then measured while they are in the cache.
+constexpr size_t kMeasured = 16 << 10;
+
 }  // namespace
 
 void Combine::into(const Call& call, std::span<void* const> dsts, size_t count) {
-  phalanx::reduce({call.dtype, call.reduce, factors.data()}, dsts, sources, count);
+  const Reduction reduction{call.dtype, call.reduce, factors.data()};
+  if (!call.squares) return phalanx::reduce(reduction, dsts, sources, count);
+  const size_t item = item_size(call.dtype), block = kMeasured / item;
+  std::vector<void*> places(dsts.begin(), dsts.end());
+  for (size_t begin = 0; begin < count; begin += block) {
+    const size_t size = std::min(block, count - begin);
+    phalanx::reduce(reduction, places, sources, size);
+    squares += sum_of_squares(call.dtype, places[0], size);
+    for (void*& place : places) place = static_cast<std::byte*>(place) + size * item;
+    for (const void*& source : sources)
+      source = static_cast<const std::byte*>(source) + size * item;
+  }
 }
 
 // The part of the vector that a rank combines, as this rank holds it.
@@ -43,6 +57,7 @@ void Group::reduce(Passage& passage) {
     throw Failure(Kind::Invalid, std::string(phalanx::name(call.op)) + ": " +
                                      phalanx::name(call.reduce) + " is not defined for " +
                                      phalanx::name(call.dtype));
+  combine_.squares = 0;
   size_t bytes = 0;
   for (size_t i = 0; i < call.inputs.size(); ++i) {
     const View& input = call.inputs[i];
@@ -57,9 +72,15 @@ void Group::reduce(Passage& passage) {
     combine_.sources[0] = call.inputs[0].data;
     void* result = call.outputs[0].data;
     combine_.factors[0] = call.factor;
-    return combine_.into(call, {&result, 1}, call.outputs[0].count);
+    combine_.into(call, {&result, 1}, call.outputs[0].count);
+    if (call.squares) *call.squares = combine_.squares;
+    return;
   }
-  if (bytes <= inline_limit(*board_)) return reduce_inline(passage, bytes);
+  if (bytes <= inline_limit(*board_)) {
+    reduce_inline(passage, bytes);
+    if (call.squares) *call.squares = combine_.squares;  // each rank has combined the whole
+    return;
+  }
 
   // An output that lies across inputs which the others have yet to read is written at the end.
   std::byte* aside = nullptr;
@@ -140,7 +161,26 @@ void Group::reduce_direct(Passage& passage) {
   }
   if (call.op == Op::ReduceScatter) results.push_back(call.outputs[0].data);
   if (mine.count) combine_.into(call, results, mine.count);
+  show_squares(passage);
   tick(passage);
+  add_squares(passage);
+}
+
+// Leave what this rank has measured where the others read it after the next tick.
+void Group::show_squares(const Passage& passage) {
+  if (!passage.call.squares) return;
+  std::atomic_ref(board_->posting(rank_, passage.sequence).squares)
+      .store(combine_.squares, std::memory_order_relaxed);
+}
+
+// In rank order, so that the sum has the same bits everywhere.
+void Group::add_squares(const Passage& passage) {
+  if (!passage.call.squares) return;
+  double sum = 0;
+  for (int rank = 0; rank < size(); ++rank)
+    sum += std::atomic_ref(board_->posting(rank, passage.sequence).squares)
+               .load(std::memory_order_relaxed);
+  *passage.call.squares = sum;
 }
 
 // How many elements of each piece pass through a stage at a time.
@@ -201,6 +241,7 @@ void Group::reduce_staged(Passage& passage, bool filled) {
         dsts[wanted++] = stages[(rank_ + 1) % p] + part;
       combine_.into(call, {dsts, wanted}, count);
     }
+    if (step == steps) show_squares(passage);
     if (step >= 2 && !scatters && wants_all) {
       size_t begin = (step - 2) * elements;
       for (int turn = 1; turn < p; ++turn) {
@@ -217,6 +258,7 @@ void Group::reduce_staged(Passage& passage, bool filled) {
     if (step < last) tick(passage);
   }
   turn_ += steps;
+  add_squares(passage);
 }
 
 }  // namespace phalanx

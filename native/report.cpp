@@ -143,6 +143,8 @@ std::string likely_reason(const Board& board, std::vector<Party> parties) {
   if (a.root != b.root)
     return line + "names different ranks as source or destination: it must be the same on all";
   if (a.reduce != b.reduce) return line + "asks for different reductions";
+  if (a.measured != b.measured)
+    return line + "asks for the sum of squares on some ranks only: pass squares on all or none";
   if (!same_shape(a, b))
     return line + "gets tensors of different shape: look at what " + who +
            " computes differently (an uneven last batch, another vocabulary or file, a gradient "

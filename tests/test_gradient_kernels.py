@@ -7,8 +7,11 @@ import math
 import pytest
 import torch
 
+import phalanx as dist
 from phalanx import _native
-from phalanx.types import DTYPES
+from phalanx.testing import run_ranks
+from phalanx.testing.memory import Exchange, MemoryBackend
+from phalanx.types import DTYPES, ReduceOp
 
 FLOATS = [dtype for dtype in DTYPES if dtype.is_floating_point and dtype.itemsize > 1]
 FLOATS += [dtype for dtype in DTYPES if dtype.is_complex]
@@ -142,3 +145,166 @@ def test_a_pair_that_does_not_fit_is_named_before_anything_is_copied():
         _native.copy_all(counts, [good, torch.ones(2, dtype=torch.int32)], True)
     assert not places[0].any()
     assert not counts[0].any()
+
+
+# Sizes for each way that an all_reduce can take: in the line, in the slot, and in several pieces.
+COUNTS = [0, 1, 5, 600, 5000, 100_003]
+
+
+def _empty(count, dtype, shared):
+    return dist.empty_shared(count, dtype=dtype) if shared else torch.empty(count, dtype=dtype)
+
+
+def _reduced_squares(cases):
+    """Return for each (count, dtype, op, shared) the squares and what torch makes of the result."""
+    transport = dist.group.WORLD.transport
+    found = []
+    for count, dtype, op, shared in cases:
+        for async_op in (False, True):
+            tensor = _empty(count, dtype, shared).copy_(_random(count, dtype=dtype, seed=count))
+            tensor.mul_(dist.get_rank() + 1)
+            squares = torch.full((), -1.0, dtype=torch.float64)
+            plain = tensor.clone()
+            work = transport.all_reduce(tensor, op, squares=squares, async_op=async_op)
+            if async_op:
+                work.wait()
+            transport.all_reduce(plain, op)
+            assert torch.equal(tensor, plain)
+            found.append((squares.item(), _squares(tensor)))
+    return found
+
+
+def _check_squares(ranks, size, cases):
+    results = run_ranks(_reduced_squares, size, cases, ranks=ranks)
+    for result in results:
+        assert [got for got, _ in result] == [got for got, _ in results[0]]  # the same bits
+        for got, expected in result:
+            assert got == pytest.approx(expected, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_an_all_reduce_measures_its_result(ranks, size):
+    dtypes = [torch.float32, torch.complex128]
+    operations = [ReduceOp.AVG, ReduceOp.SUM]
+    _check_squares(
+        ranks,
+        size,
+        [
+            (count, dtype, op, shared)
+            for count in COUNTS
+            for dtype, op in zip(dtypes, operations, strict=True)
+            for shared in (False, True)
+        ],
+    )
+
+
+def test_all_dtypes_are_measured():
+    _check_squares("threads", 2, [(9000, dtype, ReduceOp.SUM, False) for dtype in FLOATS])
+    _check_squares("threads", 2, [(40, dtype, ReduceOp.premul_sum(0.5), False) for dtype in FLOATS])
+
+
+def _mixed_memory():
+    # Staged, since not all can be reached where they are.
+    tensor = _empty(50_000, torch.float32, dist.get_rank() == 1).fill_(2)
+    squares = torch.zeros(1, dtype=torch.float64)
+    dist.group.WORLD.transport.all_reduce(tensor, ReduceOp.SUM, squares=squares)
+    return squares.item()
+
+
+def test_shared_and_ordinary_memory_together():
+    assert run_ranks(_mixed_memory, 2, ranks="processes") == [50_000 * 16.0] * 2
+
+
+def _special(count):
+    transport = dist.group.WORLD.transport
+    found = []
+    for value in (math.inf, math.nan, torch.finfo(torch.float32).max):
+        for at in (0, count - 1):
+            tensor = torch.zeros(count)
+            tensor[at] = value / 2
+            squares = torch.zeros(1, dtype=torch.float64)
+            transport.all_reduce(tensor, ReduceOp.SUM, squares=squares)
+            found.append(squares.item())
+    return found
+
+
+@pytest.mark.parametrize("count", [3, 100_003])
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_a_result_that_is_not_finite_shows(ranks, count):
+    largest = torch.finfo(torch.float32).max ** 2
+    for found in run_ranks(_special, 2, count, ranks=ranks):
+        assert found[:2] == [math.inf, math.inf]
+        assert math.isnan(found[2])
+        assert math.isnan(found[3])
+        assert found[4:] == pytest.approx([largest, largest])
+
+
+def _strided():
+    tensor = torch.zeros(300, 400).t()
+    tensor.copy_(_random(400, 300, seed=3))
+    squares = torch.zeros(1, 1, dtype=torch.float64)
+    dist.group.WORLD.transport.all_reduce(tensor, ReduceOp.SUM, squares=squares)
+    return squares.item(), _squares(tensor)
+
+
+def test_a_strided_result_is_measured():
+    for got, expected in run_ranks(_strided, 2):
+        assert got == pytest.approx(expected, rel=1e-12)
+
+
+def _kept_alive():
+    works, tensors = [], []
+    for _ in range(20):
+        tensors.append(torch.ones(3000))
+        squares = torch.zeros(1, dtype=torch.float64)
+        options = {"squares": squares, "async_op": True}
+        works.append(dist.group.WORLD.transport.all_reduce(tensors[-1], ReduceOp.SUM, **options))
+        del squares, options
+    decoys = [torch.full((1,), 7.0, dtype=torch.float64) for _ in range(100)]
+    for work in works:
+        work.wait()
+    return all(decoy.item() == 7 for decoy in decoys)
+
+
+def test_squares_that_nobody_holds_are_still_there_to_be_written():
+    assert run_ranks(_kept_alive, 2) == [True, True]
+
+
+def _only_some_ask():
+    transport = dist.group.WORLD.transport
+    squares = torch.full((1,), -1.0, dtype=torch.float64)
+    try:
+        transport.all_reduce(
+            torch.ones(4), ReduceOp.SUM, squares=squares if dist.get_rank() == 0 else None
+        )
+    except dist.CollectiveMismatch as error:
+        text = str(error)
+    tensor = torch.ones(4)
+    transport.all_reduce(tensor, ReduceOp.SUM)  # the group can still be used
+    return text, squares.item(), tensor.tolist()
+
+
+def test_all_ranks_ask_or_none():
+    for text, squares, after in run_ranks(_only_some_ask, 3):
+        assert "sum of squares on some ranks only" in text
+        assert squares == -1
+        assert after == [3.0] * 4
+
+
+def _refused(transport):
+    squares = torch.full((1,), -1.0, dtype=torch.float64)
+    tensor = torch.ones(4)
+    for wrong in (torch.zeros(1), torch.zeros(2, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="float64 tensor of one element"):
+            transport.all_reduce(tensor, ReduceOp.SUM, squares=wrong)
+    for dtype in (torch.int64, torch.bool):
+        with pytest.raises(ValueError, match="not defined for"):
+            transport.all_reduce(tensor.to(dtype), ReduceOp.SUM, squares=squares)
+    assert squares.item() == -1
+    assert tensor.tolist() == [1.0] * 4
+
+
+def test_what_cannot_be_measured_is_refused_before_anything_is_exchanged():
+    _refused(MemoryBackend(Exchange(2), 0, 2, 30.0))
+    run_ranks(lambda: _refused(dist.group.WORLD.transport), 2)

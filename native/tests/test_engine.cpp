@@ -58,6 +58,27 @@ TEST(reductions) {
   });
 }
 
+TEST(an_all_reduce_measures_its_result) {
+  on_both([](Rank& self) {
+    const int p = self.size();
+    for (size_t count : kCounts) {
+      std::vector<float> mine(count);
+      double expected = 0, squares = -1;
+      for (size_t i = 0; i < count; ++i) {
+        mine[i] = float(i % 100 + self.id());
+        const double sum = int(i % 100) * p + p * (p - 1) / 2;
+        expected += sum * sum;  // of whole numbers: exact in any order
+      }
+      Call call;
+      call.op = Op::AllReduce;
+      call.inputs = call.outputs = {view(mine)};
+      call.squares = &squares;
+      run(self, call);
+      CHECK_EQ(squares, expected);
+    }
+  });
+}
+
 TEST(exchanges) {
   on_both([](Rank& self) {
     const int p = self.size();

@@ -181,6 +181,17 @@ class Group:
     def all_reduce(
         self, tensor: Tensor, op: int, factor: float, timeout: float, asynchronous: bool, /
     ) -> Pending | None: ...
+    def all_reduce_measured(
+        self,
+        tensor: Tensor,
+        op: int,
+        factor: float,
+        timeout: float,
+        asynchronous: bool,
+        squares: Tensor,
+        /,
+    ) -> Pending | None:
+        """Do an all_reduce that leaves the sum of squares of its result in ``squares``."""
     def reduce(
         self,
         tensor: Tensor,

@@ -135,10 +135,22 @@ class GroupBackend(ABC):
         return self._issue([tensor], timeout, async_op, self._broadcast, tensor, root)
 
     def all_reduce(
-        self, tensor: Tensor, op: ReduceOp, *, timeout: float | None = None, async_op: bool = False
+        self,
+        tensor: Tensor,
+        op: ReduceOp,
+        *,
+        squares: Tensor | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
     ) -> Work | None:
-        """Replace each tensor by the reduction of all."""
-        return self._issue([tensor], timeout, async_op, self._all_reduce, tensor, op)
+        """Replace each tensor by the reduction of all.
+
+        With the operation's end ``squares``, a float64 tensor of one element, holds the sum of
+        squares of the result, the same bits on all ranks, which must all ask for it or none.
+        """
+        if squares is not None:
+            reduction.check_squares(squares, tensor)
+        return self._issue([tensor], timeout, async_op, self._all_reduce, tensor, op, squares)
 
     def reduce(
         self,
@@ -287,9 +299,13 @@ class GroupBackend(ABC):
             reduction.finish(total, op, self.size)
             output.copy_(total.view(output.shape))
 
-    def _all_reduce(self, deadline: Deadline, tensor: Tensor, op: ReduceOp) -> None:
+    def _all_reduce(
+        self, deadline: Deadline, tensor: Tensor, op: ReduceOp, squares: Tensor | None
+    ) -> None:
         self._reduce(deadline, tensor, tensor, 0, op)
         self._broadcast(deadline, tensor, 0)
+        if squares is not None:
+            squares.fill_(reduction.sum_of_squares(tensor))
 
     def _all_gather(self, deadline: Deadline, outputs: Sequence[Tensor], input: Tensor) -> None:
         self._all_to_all(deadline, outputs, [input] * self.size)

@@ -206,11 +206,21 @@ class LocalBackend(GroupBackend):
         return _work(self._group.barrier(_limit(timeout), async_op), ())
 
     def all_reduce(
-        self, tensor: Tensor, op: ReduceOp, *, timeout: float | None = None, async_op: bool = False
+        self,
+        tensor: Tensor,
+        op: ReduceOp,
+        *,
+        squares: Tensor | None = None,
+        timeout: float | None = None,
+        async_op: bool = False,
     ) -> Work | None:
-        pending = self._group.all_reduce(
-            tensor, op.code, _factor(op), -1.0 if timeout is None else timeout, async_op
-        )
+        limit = -1.0 if timeout is None else timeout
+        if squares is None:
+            pending = self._group.all_reduce(tensor, op.code, _factor(op), limit, async_op)
+        else:
+            pending = self._group.all_reduce_measured(
+                tensor, op.code, _factor(op), limit, async_op, squares
+            )
         return None if pending is None else NativeWork(pending, (tensor,))
 
     def reduce(

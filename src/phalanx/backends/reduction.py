@@ -72,3 +72,19 @@ def reduce(tensors: list[torch.Tensor], op: ReduceOp) -> torch.Tensor:
         combine(total, contribution(tensor, op), op)
     finish(total, op, len(tensors))
     return total.to(tensors[0].dtype)
+
+
+def sum_of_squares(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the squares of all elements (of their magnitudes), in float64."""
+    return _parts(tensor.detach().contiguous()).to(torch.float64).square().sum()
+
+
+def check_squares(squares: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Raise ValueError unless ``squares`` can hold the sum of squares of a reduced tensor."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype.itemsize == 1:
+        raise ValueError(
+            f"all_reduce: squares: a sum of squares is not defined for {tensor.dtype} "
+            "(floating and complex dtypes have one)"
+        )
+    if squares.dtype != torch.float64 or squares.numel() != 1:
+        raise ValueError("all_reduce: squares must be a float64 tensor of one element")

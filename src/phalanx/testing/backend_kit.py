@@ -219,6 +219,21 @@ def all_reduce_of_special_values(backend: GroupBackend) -> None:
             same(tensor, reduction.reduce(inputs, op), op, dtype)
 
 
+def all_reduce_with_squares(backend: GroupBackend) -> None:
+    for count in (0, 1, 1000, 70_001):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
+            tensor = values(backend.rank, (count,), dtype)
+            squares = torch.full((1,), -1.0, dtype=torch.float64)
+            backend.all_reduce(tensor, ReduceOp.AVG, squares=squares)
+            same(tensor, reduced(backend, (count,), dtype, ReduceOp.AVG), count, dtype)
+            torch.testing.assert_close(
+                squares[0], reduction.sum_of_squares(tensor), rtol=1e-12, atol=0
+            )
+            everybody = [torch.zeros(1, dtype=torch.float64) for _ in range(backend.size)]
+            backend.all_gather(everybody, squares)
+            assert all(torch.equal(other, squares) for other in everybody), (count, dtype)
+
+
 def all_reduce_of_a_leaf(backend: GroupBackend) -> None:
     tensor = torch.ones(3, requires_grad=True)
     backend.all_reduce(tensor, ReduceOp.SUM)
@@ -511,6 +526,7 @@ CHECKS: list[Check] = [
     all_reduce_of_every_shape,
     all_reduce_of_many_elements,
     all_reduce_of_special_values,
+    all_reduce_with_squares,
     all_reduce_of_a_leaf,
     broadcast,
     reduce,
