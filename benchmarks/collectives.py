@@ -187,10 +187,10 @@ def machine() -> dict:
     }
 
 
-def command_line(arguments: list[str]) -> str:
+def command_line(arguments: list[str], module: str = "collectives") -> str:
     """Return how the run was asked for, with directories shortened to their names."""
     short = [Path(word).name if word.startswith("/") else word for word in arguments]
-    return " ".join(["python -m benchmarks.collectives", *short])
+    return " ".join([f"python -m benchmarks.{module}", *short])
 
 
 def choose_peers(peers: list[Peer], names: list[str] | None) -> list[Peer]:

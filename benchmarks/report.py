@@ -74,7 +74,13 @@ def failures(results: Results) -> list[str]:
 def show(data: dict) -> None:
     """Print everything, with rich where it is installed."""
     results = Results(data)
-    everything = [*tables(results), target_table(results)]
+    show_tables([*tables(results), target_table(results)])
+    for line in failures(results):
+        print(f"not available: {line}")
+
+
+def show_tables(everything: list[Table]) -> None:
+    """Print tables, with rich where it is installed."""
     try:
         from rich.console import Console
         from rich.table import Table as RichTable
@@ -92,8 +98,6 @@ def show(data: dict) -> None:
             for row in rows:
                 table.add_row(*row)
             console.print(table)
-    for line in failures(results):
-        print(f"not available: {line}")
 
 
 def plain(heading: list[str], rows: list[list[str]]) -> str:
@@ -125,17 +129,14 @@ def readable_ratio(ratio: float | None) -> str:
 
 def document(data: dict, pictures: list[tuple[str, str]]) -> str:
     """Return docs/benchmarks.md."""
-    results, machine = Results(data), data["machine"]
+    results = Results(data)
     versions = ", ".join(
         f"{peer['title']} ({peer['version']})" for peer in data["peers"].values() if peer["version"]
     )
     parts = [
         "# Benchmarks",
         "<!-- Made by benchmarks/report.py; change that, not this file. -->",
-        f"Made in {data['seconds'] / 60:.0f} min by\n\n    {data['command']}",
-        f"on {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
-        f"{machine['system']}; Python {machine['python']}, torch {machine['torch']}, NumPy "
-        f"{machine['numpy']}; load {machine['load_before']} before the run.\n"
+        origin(data),
         f"Measured: {versions}.",
         METHOD,
         "## Targets",
@@ -151,6 +152,17 @@ def document(data: dict, pictures: list[tuple[str, str]]) -> str:
     if missing := failures(results):
         parts.append("## Not available\n\n" + "\n".join(f"- {line}" for line in missing))
     return "\n\n".join(parts) + "\n"
+
+
+def origin(data: dict) -> str:
+    """Say by which command, on which machine, and in which time numbers were made."""
+    machine = data["machine"]
+    return (
+        f"Made in {data['seconds'] / 60:.0f} min by\n\n    {data['command']}\n\n"
+        f"on {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
+        f"{machine['system']}; Python {machine['python']}, torch {machine['torch']}, NumPy "
+        f"{machine['numpy']}; load {machine['load_before']} before the run."
+    )
 
 
 METHOD = """\

@@ -18,12 +18,13 @@ def benchmark(monkeypatch):
     return lambda name: importlib.import_module(f"benchmarks.{name}")
 
 
-def run(directory, *options):
+def run(directory, *options, module="collectives"):
     """Run a tiny benchmark and return what it wrote."""
     out = directory / "numbers.json"
-    tiny = ["--budget", "0.01", "--rounds", "1", "--out", str(out), *options]
+    length = "--budget" if module == "collectives" else "--seconds"
+    tiny = [length, "0.01", "--rounds", "1", "--out", str(out), *options]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.collectives", *tiny],
+        [sys.executable, "-m", f"benchmarks.{module}", *tiny],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -65,6 +66,60 @@ def test_phalanx_is_measured_with_processes_and_threads(tmp_path):
         *("--threads", "3", "--operations", "all_reduce", "--bytes", "8,128K"),
     )
     assert [one["error"] for one in data["results"]] == [None] * 6
+
+
+def test_training_is_measured_and_written_up(tmp_path):
+    ways = ["alone", "gloo-view", "phalanx"]
+    data = run(
+        tmp_path,
+        *("--models", "tiny", "--ways", ",".join(ways), "--docs", str(tmp_path)),
+        module="training",
+    )
+    assert [one["way"] for one in data["results"]] == ways
+    for one in data["results"]:
+        assert one["seconds"] > 0
+        assert one["ratio"] > 0
+        assert one["peak"] >= 0
+    document = (tmp_path / "training.md").read_text()
+    assert "Phalanx's DDP" in document
+    assert data["command"] in document
+    assert str(tmp_path) not in document
+    assert (tmp_path / "benchmark-training.png").exists()
+
+
+def test_ratios_are_taken_within_a_round(benchmark):
+    results = [
+        {"model": "m", "way": "alone", "times": [1.0, 10.0, 2.0]},
+        {"model": "m", "way": "phalanx", "times": [1.5, 12.0, 2.0]},
+    ]
+    benchmark("training").add_ratios(results)
+    assert [one["ratio"] for one in results] == [1.0, 1.2]
+    assert [one["seconds"] for one in results] == [2.0, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("ours", "outcomes"),
+    [
+        ({"ratio": 1.02, "share": 90}, ["met", "met", "met"]),
+        ({"ratio": 1.2, "share": 110}, ["missed", "missed", "missed"]),
+        (None, ["", "", ""]),
+    ],
+)
+def test_targets_of_training_are_judged(benchmark, ours, outcomes):
+    cells = {"alone": {"ratio": 1.0, "share": 80}, "gloo": {"ratio": 1.2, "share": 130}}
+    cells["gloo-view"] = {"ratio": 1.1, "share": 100}
+    if ours:
+        cells["phalanx"] = cells["phalanx-view"] = ours
+    results = [{"model": "m", "way": way, **cell} for way, cell in cells.items()]
+    data = {"titles": {"m": "a model"}, "results": results}
+    _, _, rows = benchmark("training_report").target_table(data)
+    assert [row[-1] for row in rows] == outcomes
+
+
+def test_an_unknown_way_to_train_is_named(benchmark, capsys):
+    with pytest.raises(SystemExit):
+        benchmark("training").parse(["--ways", "glue"])
+    assert "'glue' (known: alone, gloo" in capsys.readouterr().err
 
 
 def test_an_unknown_implementation_is_named(benchmark):

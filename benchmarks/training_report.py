@@ -1,0 +1,203 @@
+"""The numbers of benchmarks.training in words: tables in the terminal and docs/training.md.
+
+    python -m benchmarks.training_report out/training.json --docs docs
+
+writes the document and its plot anew from an earlier run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .report import Table, markdown, origin, show_tables
+from .results import readable_seconds
+
+PICTURE = "benchmark-training.png"
+COLOURS = {
+    "alone": "#999999",
+    "gloo": "#d95f02",
+    "gloo-view": "#fdae6b",
+    "phalanx": "#1b6ca8",
+    "phalanx-view": "#7fb8dd",
+}
+OURS = ("phalanx", "phalanx-view")
+
+
+class Target(NamedTuple):
+    """A quotient of two measured numbers that must not be larger than `at_most` for any model.
+
+    `quotient` is given the cells of one model by way; what it needs and lacks is a KeyError.
+    """
+
+    what: str
+    at_most: float
+    quotient: Callable[[dict[str, dict]], float]
+
+
+def _slowest(cells: dict[str, dict]) -> float:
+    return max(cells[way]["ratio"] for way in OURS if way in cells)
+
+
+TARGETS = [
+    Target("step with Phalanx's DDP, in steps alone", 1.03, _slowest),
+    Target(
+        "step with Phalanx's DDP, in steps with torch's DDP on Gloo",
+        1.0,
+        lambda cells: _slowest(cells) / min(cells[w]["ratio"] for w in ("gloo", "gloo-view")),
+    ),
+    Target(
+        "memory of Phalanx's DDP (PSS), in that of torch's with bucket views",
+        1.0,
+        lambda cells: max(cells[way]["share"] for way in OURS) / cells["gloo-view"]["share"],
+    ),
+]
+
+
+def tables(data: dict) -> list[Table]:
+    """Return a table per model."""
+    found = []
+    for model in dict.fromkeys(one["model"] for one in data["results"]):
+        cells = [one for one in data["results"] if one["model"] == model]
+        first = cells[0]
+        title = (
+            f"{data['titles'][model]}: {first['parameters'] / 1e6:.1f} M parameters in "
+            f"{first['tensors']:,} tensors, rows of {first['steps']} steps"
+        )
+        heading = ["", "step", "in steps alone", "peak memory", "share of memory"]
+        rows = [
+            [
+                data["titles"][one["way"]],
+                readable_seconds(one["seconds"]),
+                f"{one['ratio']:.3f}x" if "ratio" in one else "-",
+                mebibytes(one["peak"]),
+                mebibytes(one["share"]),
+            ]
+            for one in cells
+        ]
+        found.append((title, heading, rows))
+    return found
+
+
+def target_table(data: dict) -> Table:
+    """Return the project's own targets, each with the worst quotient over the models."""
+    by_model: dict[str, dict[str, dict]] = {}
+    for one in data["results"]:
+        by_model.setdefault(one["model"], {})[one["way"]] = one
+    rows = []
+    for target in TARGETS:
+        found = []
+        for model, cells in by_model.items():
+            try:
+                found.append((target.quotient(cells), data["titles"][model]))
+            except (KeyError, ValueError):
+                continue  # what it compares was not measured
+        limit = f"{target.at_most:g}x"
+        if not found:
+            rows.append([target.what, limit, "not measured", "", ""])
+            continue
+        worst, where = max(found)
+        outcome = "met" if worst <= target.at_most else "missed"
+        rows.append([target.what, limit, f"{worst:.3f}x", where, outcome])
+    return "Targets", ["what", "at most", "worst measured", "where", "outcome"], rows
+
+
+def progress(one: dict) -> str:
+    ratio = f"  {one['ratio']:.3f}x" if "ratio" in one else ""
+    return f"{one['model']:<8} {one['way']:<13} {readable_seconds(one['seconds']):>8}{ratio}"
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:,.0f} MiB"
+
+
+def show(data: dict) -> None:
+    """Print everything."""
+    show_tables([*tables(data), target_table(data)])
+
+
+METHOD = """\
+{ranks} ranks, processes with one thread each, live in a Phalanx world and in a Gloo world at once.
+Every way to train has its own copy of the model and its own optimizer (AdamW) and sees the same
+batches; "alone" trains the plain module on all ranks at the same time, without communication. The
+first gradients of each way are checked against the averages of the ranks' own. Ways take turns, a
+row of steps each, in {rounds} rounds that begin with another one each time; the slower rank counts.
+Times are medians over the rounds; so are the ratios to a step alone, taken within each round.
+Memory is measured in new processes, one way each: how far the resident set of a rank rose at most
+over what it was before there was a model, and how far its share of the machine's memory (PSS: a
+page that two ranks use counts half in each) had risen after the last step."""
+
+
+def document(data: dict, picture: bool) -> str:
+    """Return docs/training.md."""
+    parts = [
+        "# Training steps",
+        "<!-- Made by benchmarks/training_report.py; change that, not this file. -->",
+        origin(data),
+        METHOD.format(**data),
+        "## Targets",
+        "What the project asks of itself, at the worst of the measured models.",
+        markdown(target_table(data)),
+    ]
+    if picture:
+        parts.append(f"## Steps\n\n![Time of a step, in steps alone]({PICTURE})")
+    for table in tables(data):
+        parts.append(f"## {table[0]}\n\n{markdown(table)}")
+    return "\n\n".join(parts) + "\n"
+
+
+def draw(data: dict, path: Path) -> bool:
+    """Draw the ratios, a group of bars per model; False if there are none."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib.figure import Figure
+
+    cells = [one for one in data["results"] if "ratio" in one]
+    models = list(dict.fromkeys(one["model"] for one in cells))
+    ways = [way for way in dict.fromkeys(one["way"] for one in cells) if way != "alone"]
+    if not ways:
+        return False
+    figure = Figure(figsize=(1.5 + 2.2 * len(models), 3.6), layout="constrained")
+    axis: Any = figure.subplots()
+    width = 0.8 / len(ways)
+    for index, way in enumerate(ways):
+        ratios = {one["model"]: one["ratio"] for one in cells if one["way"] == way}
+        places = [place + (index - (len(ways) - 1) / 2) * width for place in range(len(models))]
+        heights = [ratios[model] for model in models]
+        bars = axis.bar(places, heights, width, color=COLOURS.get(way), label=data["titles"][way])
+        axis.bar_label(bars, fmt="%.2f", fontsize=7)
+    axis.axhline(1, color=COLOURS["alone"], linewidth=1)
+    axis.set_xticks(range(len(models)), [data["titles"][model] for model in models], fontsize=8)
+    axis.set_ylabel("time of a step, in steps alone")
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    return True
+
+
+def write(data: dict, directory: Path) -> None:
+    """Write training.md and its plot."""
+    directory.mkdir(parents=True, exist_ok=True)
+    picture = draw(data, directory / PICTURE)
+    (directory / "training.md").write_text(document(data, picture))
+    for name in ["training.md", *([PICTURE] if picture else [])]:
+        print(f"wrote {directory / name}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training_report")
+    parser.add_argument("json", type=Path, help="what benchmarks.training wrote")
+    parser.add_argument("--docs", type=Path, help="write training.md and its plot there")
+    options = parser.parse_args()
+    data = json.loads(options.json.read_text())
+    if options.docs:
+        write(data, options.docs)
+    else:
+        show(data)
+
+
+if __name__ == "__main__":
+    main()
