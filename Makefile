@@ -7,8 +7,8 @@ BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt $(shell find nativ
 
 .PHONY: train test check bench clean
 
-train: $(VENV)/train.stamp  ## train a small GPT on two ranks
-	$(BIN)/python examples/train_gpt.py
+train: $(VENV)/train.stamp  ## train a small GPT on two ranks; again, to go on (ARGS=--fresh: anew)
+	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/test.stamp  ## run the tests
 	$(BIN)/python -m pytest -n $(JOBS)

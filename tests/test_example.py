@@ -1,32 +1,171 @@
-"""The training example runs, alone and under a launcher."""
+"""The examples run, under every launcher, and go on after they were stopped."""
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "train_gpt.py"
-SMALL = ["--steps=4", "--batch=2", "--context=16", "--width=16", "--layers=1", "--sample=8"]
+EXAMPLES = Path(__file__).parent.parent / "examples"
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+SMALL = [
+    "--batch=2",
+    "--context=16",
+    "--width=16",
+    "--layers=1",
+    "--sample=8",
+    "--dropout=0.1",
+    "--every=4",
+]
+
+
+def start(script, *args, **environment):
+    """Start a script in a session of its own."""
+    return subprocess.Popen(
+        [sys.executable, script, *args],
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process):
+    """Return what a script has printed, as output and as errors."""
+    try:
+        return process.communicate(timeout=100)
+    finally:
+        process.kill()
+
+
+def train(out, *args, **environment):
+    """Run the GPT with few and small steps; return what it printed."""
+    process = start(EXAMPLES / "train_gpt.py", *SMALL, f"--out={out}", *args, **environment)
+    output, errors = finish(process)
+    assert process.returncode == 0, errors
+    return output
+
+
+def saved(out):
+    return torch.load(out / "checkpoint.pt")
+
+
+def same(one, other):
+    """Say whether nested values are the same, tensors bit for bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
 
 
 @pytest.mark.parametrize(
-    ("environment", "ranks"), [({}, 2), (LAUNCHED, 1)], ids=["alone", "launched"]
+    ("args", "environment", "ranks"),
+    [([], {}, 2), (["--ranks=3", "--threads"], {}, 3), ([], LAUNCHED, 1)],
+    ids=["processes", "threads", "launched"],
 )
-def test_trains(environment: dict[str, str], ranks: int, tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, EXAMPLE, *SMALL, "--out", tmp_path],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert run.returncode == 0, run.stderr
-    assert f"{ranks} ranks" in run.stdout
-    assert "4/4" in run.stdout
-    assert "def read(self, " in run.stdout
+def test_a_gpt_is_trained(args, environment, ranks, tmp_path):
+    output = train(tmp_path, "--steps=6", *args, **environment)
+    assert f"{ranks} rank" in output
+    assert re.search(r"step 4 .*validation \d\.\d+", output)
+    assert "6/6" in output
+    assert "tokens/s" in output
+    assert "def read(self, " in output
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert len(saved(tmp_path)["streams"]) == ranks
+
+
+KILL = """
+import os, signal, sys
+sys.path.insert(0, {examples!r})
+import train_gpt
+import phalanx as dist
+
+learning_rate = train_gpt.learning_rate
+
+
+def deadly(step, *args):
+    if step == 6 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return learning_rate(step, *args)
+
+
+train_gpt.learning_rate = deadly
+if __name__ == "__main__":
+    train_gpt.main()
+"""
+
+
+def test_a_run_whose_rank_was_killed_goes_on_as_if_nothing_had_happened(tmp_path):
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    train(whole, "--steps=10")
+
+    script = tmp_path / "killed.py"
+    script.write_text(KILL.format(examples=str(EXAMPLES)))
+    process = start(script, *SMALL, "--steps=10", f"--out={stopped}")
+    _, errors = finish(process)
+    assert process.returncode == 1
+    assert "rank 1 was killed by SIGKILL" in errors
+    assert len(saved(stopped)["curves"]["training"]) == 4
+
+    assert "from step 4" in train(stopped, "--steps=10")
+    assert same(saved(stopped), saved(whole))
+
+
+def test_threads_train_the_same_bits_as_processes(tmp_path):
+    train(tmp_path / "processes", "--steps=4")
+    train(tmp_path / "threads", "--steps=4", "--threads")
+    assert same(saved(tmp_path / "threads"), saved(tmp_path / "processes"))
+
+
+def test_an_interrupted_run_goes_on_with_other_ranks(tmp_path):
+    process = start(EXAMPLES / "train_gpt.py", *SMALL, "--steps=1000000", f"--out={tmp_path}")
+    while process.poll() is None and not (tmp_path / "checkpoint.pt").exists():
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    _, errors = finish(process)
+    assert "goes on from the last checkpoint" in errors
+    assert "Traceback" not in errors
+
+    step = len(saved(tmp_path)["curves"]["training"])
+    output = train(tmp_path, f"--steps={step + 2}", "--ranks=1")
+    assert f"from step {step}" in output
+    assert f"{step + 2}/{step + 2}" in output
+
+
+def test_a_finished_run_is_not_repeated_unless_fresh(tmp_path):
+    train(tmp_path, "--steps=3", "--threads")
+    before = saved(tmp_path)
+    assert "step 3 of 3" in train(tmp_path, "--steps=3", "--threads")
+    assert same(saved(tmp_path), before)
+    train(tmp_path, "--steps=3", "--threads", "--fresh", "--seed=1")
+    assert not same(saved(tmp_path)["model"], before["model"])
+
+    process = start(EXAMPLES / "train_gpt.py", "--threads", f"--out={tmp_path}")
+    _, errors = finish(process)
+    assert process.returncode == 1
+    assert re.search(r"checkpoint\.pt .*'width': 16.*'width': 128.*--fresh", errors)
+
+
+def digits(*args):
+    process = start(EXAMPLES / "digits.py", "--epochs=4", *args)
+    output, errors = finish(process)
+    assert process.returncode == 0, errors
+    return output
+
+
+def test_digits_are_recognised_by_threads_as_by_processes():
+    output = digits()
+    assert float(re.findall(r"accuracy (\S+)%", output)[-1]) > 95
+    assert "taken for" in output
+    assert digits("--threads") == output
