@@ -415,6 +415,12 @@ class Reducer:
 
     # For others
 
+    def set_gradients_aside(self) -> list[Tensor | None]:
+        """Return the gradients of all parameters, such that no later reduction changes them."""
+        is_written = self.gradient_as_bucket_view
+        grads = [(slot, slot.param.grad) for slot in self.slots]
+        return [g.clone() if g is s.view and is_written else g for s, g in grads]
+
     def shadow_backward(self) -> None:
         """Take part in a backward pass of the other ranks without gradients of one's own.
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from phalanx.algorithms.join import JoinHook
 from phalanx.parallel.replicas import sync_module_states
 
@@ -18,9 +20,13 @@ class DDPJoinHook(JoinHook):
         self.ddp = ddp
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
         ddp.logger.set_fact("join_uneven_inputs", 1)
+        self._kept: list[Tensor | None] | None = None
 
     def main_hook(self) -> None:
-        """Shadow one forward and backward pass."""
+        """Shadow one forward and backward pass.
+
+        Until the end this rank has the gradients of the others, for whoever joins with them.
+        """
         ddp = self.ddp
         syncing = ddp._announce_sync(False)
         if syncing:
@@ -33,6 +39,8 @@ class DDPJoinHook(JoinHook):
             ddp._sync_module_buffers(ddp._find_common_rank(False))
         ddp.require_forward_param_sync = syncing
         if syncing:
+            if self._kept is None:
+                self._kept = ddp.reducer.set_gradients_aside()
             ddp.reducer.shadow_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -48,3 +56,6 @@ class DDPJoinHook(JoinHook):
             ddp.forward_sync_buffers,
         )
         ddp.reducer.divisor = None
+        if self._kept is not None:
+            for slot, grad in zip(ddp.reducer.slots, self._kept, strict=True):
+                slot.param.grad = grad
