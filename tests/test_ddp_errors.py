@@ -351,3 +351,28 @@ def test_a_rank_that_fails_between_steps_is_named_in_backward():
     assert isinstance(first, dist.PeerFailed)
     assert "rank 1" in str(first)
     assert re.search(r"test_ddp_errors\.py:\d+ in _dies", str(first))
+
+
+def _late():
+    dist.group.WORLD.set_timeout(0.5)
+    store = dist.group.WORLD.get_group_store()
+    ddp = DDP(mlp())
+    outcomes = []
+    for step in range(3):
+        ddp.zero_grad()
+        if dist.get_rank() == 1 and step == 1:
+            store.wait(["given up"], 30)
+        try:
+            ddp(own(batches(1)[0])).sum().backward()
+        except dist.DistTimeout:
+            outcomes.append("late")
+            store.set("given up", "")
+        else:
+            outcomes.append("")
+    return outcomes, ddp.module[0].weight.grad
+
+
+def test_training_goes_on_after_a_timeout():
+    (first, grad), (second, other) = run_ranks(_late, 2)
+    assert first == second == ["", "late", ""]
+    assert torch.equal(grad, other)

@@ -330,14 +330,12 @@ class Reducer:
             for slot in self.slots:
                 if 0 < slot.left < slot.due and slot.param.grad is not slot.view:
                     slot.bucket.loose.append(slot)
-        while self._next < len(self.buckets):
-            bucket = self.buckets[self._next]
-            unused_here = not any(slot.used for slot in bucket.slots)
-            if self.skip_unused and unused_here and not shadowing:
-                self._next += 1
-                continue
-            self._launch(bucket, async_op=self._next < len(self.buckets) - 1)
-        self._wait()
+        try:
+            self._launch_rest(shadowing)
+            self._wait()
+        except BaseException:
+            self._reset()  # whoever goes on after that begins anew
+            raise
         self.statistics.communication_ends()
         try:
             with record_function("search_unused_parameters") if self._is_profiled() else _nothing:
@@ -364,6 +362,15 @@ class Reducer:
             callback()
         if self.health is not None:
             self.health.settle(self.group)
+
+    def _launch_rest(self, shadowing: bool) -> None:
+        while self._next < len(self.buckets):
+            bucket = self.buckets[self._next]
+            unused_here = not any(slot.used for slot in bucket.slots)
+            if self.skip_unused and unused_here and not shadowing:
+                self._next += 1
+                continue
+            self._launch(bucket, async_op=self._next < len(self.buckets) - 1)
 
     def _is_profiled(self) -> bool:
         return self.find_unused_parameters and profiler._is_profiler_enabled
