@@ -17,7 +17,7 @@ def test_derived_collectives_keep_the_contract(size):
 
 
 class ForgetsToReduce(MemoryBackend):
-    def all_reduce(self, tensor, op, *, squares=None, timeout=None, async_op=False):
+    def all_reduce(self, tensor, op, squares=None, *, timeout=None, async_op=False):
         return self.barrier(timeout=timeout, async_op=async_op)
 
 

@@ -138,8 +138,8 @@ class GroupBackend(ABC):
         self,
         tensor: Tensor,
         op: ReduceOp,
-        *,
         squares: Tensor | None = None,
+        *,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Work | None:

@@ -209,8 +209,8 @@ class LocalBackend(GroupBackend):
         self,
         tensor: Tensor,
         op: ReduceOp,
-        *,
         squares: Tensor | None = None,
+        *,
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Work | None:
