@@ -143,7 +143,7 @@ def document(data: dict, picture: bool) -> str:
         markdown(target_table(data)),
     ]
     if picture:
-        parts.append(f"## Steps\n\n![Time of a step, in steps alone]({PICTURE})")
+        parts.append(f"## Steps\n\n![What communication adds to a step]({PICTURE})")
     for table in tables(data):
         parts.append(f"## {table[0]}\n\n{markdown(table)}")
     return "\n\n".join(parts) + "\n"
@@ -167,13 +167,13 @@ def draw(data: dict, path: Path) -> bool:
     for index, way in enumerate(ways):
         ratios = {one["model"]: one["ratio"] for one in cells if one["way"] == way}
         places = [place + (index - (len(ways) - 1) / 2) * width for place in range(len(models))]
-        heights = [ratios[model] for model in models]
+        heights = [100 * (ratios[model] - 1) for model in models]
         bars = axis.bar(places, heights, width, color=COLOURS.get(way), label=data["titles"][way])
-        axis.bar_label(bars, fmt="%.2f", fontsize=7)
-    axis.axhline(1, color=COLOURS["alone"], linewidth=1)
+        axis.bar_label(bars, fmt="%.1f", fontsize=7)
+    axis.axhline(0, color=COLOURS["alone"], linewidth=1)
     axis.set_xticks(range(len(models)), [data["titles"][model] for model in models], fontsize=8)
-    axis.set_ylabel("time of a step, in steps alone")
-    axis.legend(fontsize=8)
+    axis.set_ylabel("time added to a step alone, %")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=len(ways))
     figure.savefig(path, dpi=110)
     return True
 

@@ -15,7 +15,6 @@ tests.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Sequence
@@ -26,33 +25,29 @@ from torch import Tensor, nn
 
 import phalanx
 from phalanx import profiling, world
+from phalanx.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
+from phalanx.algorithms.ddp_comm_hooks import quantization_hooks as quantization_hooks
+from phalanx.algorithms.model_averaging import averagers as averagers
+from phalanx.algorithms.model_averaging import hierarchical_model_averager, utils
 from phalanx.backends import local
 from phalanx.backends.base import GroupBackend
 from phalanx.backends.registry import Backend, BackendOptions
-from phalanx.parallel import buffers, ddp, statistics
-from phalanx.parallel.replicas import verify_parameters
+from phalanx.optim import _apply_optimizer_in_backward as _apply_optimizer_in_backward
+from phalanx.optim import post_localSGD_optimizer as post_localSGD_optimizer
+from phalanx.parallel import buckets, buffers, ddp, precision, replicas, statistics
 
-# Where the names that are not phalanx's own are found: a module, or a module and a name in it.
-_PLACES = {
-    "DistributedSampler": "data.sampler:DistributedSampler",
-    "SyncBatchNorm": "parallel.batchnorm:SyncBatchNorm",
-    "_BucketCapacityConfig": "parallel.buckets:BucketCapacityConfig",
-    "_DEFAULT_BUCKET_CAP_MB": "parallel.buckets:DEFAULT_CAP_MB",
-    "_DEFAULT_FIRST_BUCKET_BYTES": "parallel.buckets:DEFAULT_FIRST_BYTES",
-    "_MB_TO_BYTES": "parallel.buckets:MB",
-    "_MixedPrecision": "parallel.precision:MixedPrecision",
-    "_apply_optimizer_in_backward": "optim:_apply_optimizer_in_backward",
-    "_compute_bucket_assignment_by_size": "parallel.buckets:compute_bucket_assignment_by_size",
-    "_sync_module_states": "parallel.replicas:sync_module_states",
-    "averagers": "algorithms.model_averaging.averagers",
-    "default": "algorithms.ddp_comm_hooks.default_hooks",
-    "hierarchicalSGD": "algorithms.model_averaging.hierarchical_model_averager",
-    "model_averaging_utils": "algorithms.model_averaging.utils",
-    "post_localSGD": "algorithms.ddp_comm_hooks.post_localSGD_hook",
-    "post_localSGD_optimizer": "optim.post_localSGD_optimizer",
-    "powerSGD": "algorithms.ddp_comm_hooks.powerSGD_hook",
-    "quantization_hooks": "algorithms.ddp_comm_hooks.quantization_hooks",
-}
+default = default_hooks
+post_localSGD = post_localSGD_hook
+powerSGD = powerSGD_hook
+hierarchicalSGD = hierarchical_model_averager
+model_averaging_utils = utils
+_BucketCapacityConfig = buckets.BucketCapacityConfig
+_DEFAULT_BUCKET_CAP_MB = buckets.DEFAULT_CAP_MB
+_DEFAULT_FIRST_BUCKET_BYTES = buckets.DEFAULT_FIRST_BYTES
+_MB_TO_BYTES = buckets.MB
+_MixedPrecision = precision.MixedPrecision
+_compute_bucket_assignment_by_size = buckets.compute_bucket_assignment_by_size
+_sync_module_states = replicas.sync_module_states
 
 # What torch's DistributedDataParallel logs where the backend calls itself Gloo.
 _GLOO_DATA = {
@@ -116,7 +111,9 @@ def _verify_param_shape_across_processes(
 ) -> None:
     """Raise RuntimeError, and tell the logger, unless all ranks have tensors alike."""
     try:
-        verify_parameters(process_group, [f"tensor {i}" for i in range(len(tensors))], tensors)
+        replicas.verify_parameters(
+            process_group, [f"tensor {i}" for i in range(len(tensors))], tensors
+        )
     except RuntimeError as error:
         if logger is not None:
             logger.set_error_and_log(str(error))
@@ -169,22 +166,7 @@ def _counterpart(value: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    if name.startswith("__"):
-        raise AttributeError(name)
-    try:
-        value = _find(name)
-    except ModuleNotFoundError as error:
-        raise AttributeError(f"{name}: {error}") from None
-    globals()[name] = value
-    return value
-
-
-def _find(name: str) -> Any:
-    if name not in _PLACES:
-        return getattr(phalanx, name)
-    module, _, attribute = _PLACES[name].partition(":")
-    found = importlib.import_module(f"phalanx.{module}")
-    return getattr(found, attribute) if attribute else found
+    return getattr(phalanx, name)  # most names are the same
 
 
 _redirect()
