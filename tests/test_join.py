@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from models import batches, loss_of, mlp, own
 
 import phalanx as dist
+from phalanx import DistributedDataParallel
 from phalanx.algorithms import join
 from phalanx.algorithms.join import Join, Joinable, JoinHook
 from phalanx.errors import CollectiveMismatch, Deadlock
@@ -212,7 +214,7 @@ class Statistics(torch.autograd.Function):
 
 
 def before(total, group):
-    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.tensor([1]))  # as one counts samples
     total(1.0)
 
 
@@ -225,7 +227,7 @@ def within(total, group):
 
 def behind(total, group):
     total(1.0)
-    dist.all_reduce(torch.ones(1))
+    dist.all_reduce(torch.tensor([1]))
 
 
 def of_another_kind(total, group):
@@ -270,3 +272,42 @@ def test_other_mismatches_get_no_advice():
     for error in run_ranks(work, 2, return_exceptions=True):
         assert isinstance(error, CollectiveMismatch)
         assert "Join" not in str(error)
+
+
+class Watcher(Sum):
+    """Notes the gradients that it sees while it shadows."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.seen = []
+
+    def add(self, number):
+        self.seen.append([p.grad.clone() for p in self.model.parameters()])
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("by_initial", [False, True])
+def test_joined_ranks_have_the_gradients_of_the_others_for_a_while(view, keep, by_initial):
+    def work():
+        ddp = DistributedDataParallel(mlp(), gradient_as_bucket_view=view)
+        watcher = Watcher(ddp)
+        with Join([ddp, watcher], divide_by_initial_world_size=by_initial):
+            for batch in batches(1 + 2 * dist.get_rank()):
+                ddp.zero_grad()
+                loss_of(ddp(own(batch))).backward()
+                watcher.add(0.0)
+            if not keep:
+                ddp.zero_grad()
+            before = [p.grad if p.grad is None else p.grad.clone() for p in ddp.parameters()]
+        after = [p.grad for p in ddp.parameters()]
+        assert [g is None for g in before] == [g is None for g in after] == [not keep] * 6
+        if keep:
+            assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        return watcher.seen, [p.detach() for p in ddp.parameters()]
+
+    (first, ours), (second, theirs) = run_ranks(work, 2)
+    assert len(first) == len(second) == 3
+    for a, b in zip([*first, ours], [*second, theirs], strict=True):
+        assert all(map(torch.equal, a, b))

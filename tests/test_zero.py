@@ -444,11 +444,13 @@ def _uneven(view):
     plain = torch.optim.Adam(alone.parameters(), lr=0.01)
     inputs = [own(batch) for batch in batches(2 * dist.get_rank())]
     for model, optimizer in ((ddp, zero), (alone, plain)):
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
         with Join([model, zero] if model is ddp else [model]):
             for x in inputs:
                 optimizer.zero_grad()
                 loss_of(model(x)).backward()
                 optimizer.step()
+                schedule.step()
     assert_same(ddp.parameters(), alone.parameters())
     last = dist.get_world_size() - 1
     zero.consolidate_state_dict(to=last)
@@ -458,9 +460,26 @@ def _uneven(view):
 
 @pytest.mark.parametrize("view", [False, True])
 def test_uneven_inputs(view):
-    """Ranks that have joined update their share; rank 0 has no input at all."""
+    """Ranks that have joined update their share, with the learning rate of the others.
+
+    Rank 0 has no input at all.
+    """
     run_ranks(_uneven, 3, view)
 
 
 def test_uneven_inputs_of_processes():
     run_ranks(_uneven, 2, True, ranks="processes")
+
+
+def test_joining_in_the_wrong_order_is_told():
+    def work():
+        ddp = DDP(mlp())
+        zero = Zero(ddp.parameters(), torch.optim.SGD, lr=0.1)
+        with Join([zero, ddp]):
+            for batch in batches(2 * dist.get_rank()):
+                loss_of(ddp(own(batch))).backward()
+                zero.step()
+
+    for error in run_ranks(work, 2, return_exceptions=True):
+        assert isinstance(error, dist.CollectiveMismatch)
+        assert "the one that communicates first in an iteration must be the first" in str(error)

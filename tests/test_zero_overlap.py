@@ -55,11 +55,13 @@ def plain(model=None, params=None):
 
 
 def train(ddp, optimizer, inputs):
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
     for x in inputs:
         optimizer.zero_grad()
         loss_of(ddp(x)).backward()
         if not isinstance(optimizer, Zero):
             optimizer.step()
+        schedule.step()
 
 
 def _overlap(hook_maker, reduce, shard, uneven, options):
@@ -126,10 +128,7 @@ def test_groups_schedules_and_only_some_parameters(params):
         ddp, zero = overlapping(HOOKS[0], params=params, shard=True)
         alone, optimizer = plain(params=params)
         for model, each in ((ddp, zero), (alone, optimizer)):
-            schedule = torch.optim.lr_scheduler.StepLR(each, 1, 0.5)
-            for batch in batches(3):
-                train(model, each, [own(batch)])
-                schedule.step()
+            train(model, each, [own(batch) for batch in batches(3)])
         assert_same(ddp.parameters(), alone.parameters())
         zero.consolidate_state_dict()
         if dist.get_rank() == 0:

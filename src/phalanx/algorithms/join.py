@@ -21,6 +21,8 @@ from phalanx.group import ProcessGroup
 from phalanx.work import CompletedWork, Work
 from phalanx.world import resolve
 
+__all__ = ["Join", "JoinHook", "Joinable"]
+
 _SKEW = 1000  # iterations that a rank shadows before it warns
 
 # The exchange must match nothing but itself: a collective of the program that met it would let
@@ -31,7 +33,8 @@ _ADVICE = (
     "a rank that has left its loop shadows, under Join, the calls of the joinables and no others: "
     "a collective that is made in the loop or in the model besides them has no partner there. "
     "Move it behind the loop, put it into a Joinable whose join hook shadows it, or stop all ranks "
-    "with the first (throw_on_early_termination=True)"
+    "with the first (throw_on_early_termination=True). Of the joinables, the one that communicates "
+    "first in an iteration must be the first in the list"
 )
 
 
@@ -77,6 +80,7 @@ class Joinable(ABC):
     def __init__(self) -> None:
         super().__init__()
         self._join_config = _JoinConfig.construct_disabled_join_config()
+        self._has_joined = False  # whether this rank has left its loop and others have not
 
     @abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:
@@ -158,12 +162,15 @@ class Join:
             disabled = _JoinConfig.construct_disabled_join_config()
             for joinable in self._joinables:
                 joinable._join_config = disabled
+                joinable._has_joined = False
 
     __exit__ = join
 
     def _shadow(self) -> None:
         group = self._process_group
         rank, num_shadowed = group.to_global_rank(group.rank()), 0
+        for joinable in self._joinables:
+            joinable._has_joined = True
         while True:
             count = _count(active=False)
             all_reduce(count, group=group)

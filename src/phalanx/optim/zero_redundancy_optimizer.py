@@ -106,11 +106,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _local_groups(self) -> list[dict[str, Any]]:
         groups = []
         for group, own in zip(self.param_groups, self._shards[self.rank], strict=True):
-            local = {key: value for key, value in group.items() if key not in _OF_PARAMS}
+            local = {**group, "params": own}
             if "param_names" in group:
                 names = dict(zip(map(id, group["params"]), group["param_names"], strict=True))
                 local["param_names"] = [names[id(param)] for param in own]
-            groups.append({**local, "params": own})
+            groups.append(local)
         return groups
 
     def _make_local_optimizer(self) -> None:
@@ -148,6 +148,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             return None
         notified = Join.notify_join_context(self)
         self._verify_across_ranks()
+        if self._join_config.enable:
+            self._take_over_options(self._has_joined)
         _copy_options(self.param_groups, self.optim.param_groups)
         if closure is not None:
             kwargs["closure"] = closure
@@ -180,6 +182,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                     "must pass the same parameters in the same order"
                 )
         self._verified = True
+
+    def _take_over_options(self, has_joined: bool) -> None:
+        """Let ranks that have joined, whose schedules stand still, have the others' options."""
+        everybody: list[Any] = [None] * self.world_size
+        own = [
+            {k: v for k, v in group.items() if k not in _OF_PARAMS} for group in self.param_groups
+        ]
+        all_gather_object(everybody, None if has_joined else own, self.process_group)
+        if has_joined:
+            _copy_options(next(filter(None, everybody)), self.param_groups)
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return the hook by which a rank without input updates and exchanges its share.

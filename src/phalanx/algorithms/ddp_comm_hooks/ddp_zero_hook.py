@@ -95,6 +95,8 @@ class _Steps:
         self._seen.append(bucket.parameters())
         if zero._is_divided:
             zero._check_bucket(bucket.index(), bucket.parameters())
+            if bucket.index() == 0 and ddp._join_config.enable:
+                zero._take_over_options(ddp._has_joined)
             return reduced.then(partial(self._step, bucket))
         num_warmup = 3 if ddp.static_graph else 2
         if bucket.is_last() and self._num_passes >= num_warmup:
