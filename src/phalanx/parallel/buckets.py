@@ -229,7 +229,8 @@ class Bucket:
         self.dtype = dtype
         self.sparse = slots[0].sparse
         self.numel = sum(slot.param.numel() for slot in slots)
-        self.pending = len(slots)  # gradients not ready yet
+        self.expected = sum(slot.due > 0 for slot in slots)  # gradients that a pass brings
+        self.pending = self.expected  # those of them that are not ready yet
         self.loose: list[Slot] = []  # ready, but not yet in the flat tensor
         self.flat: Tensor
         for slot in slots:
@@ -276,11 +277,12 @@ class Bucket:
         if not slots:
             return slots
         grads: list[Any] = [slot.param.grad for slot in slots]
-        dtype = self.dtype
-        for slot, grad in zip(slots, grads, strict=True):
-            if grad.dtype is not dtype or grad.is_sparse:
+        try:
+            squares = copy_all([slot.view for slot in slots], grads, measured is not None)
+        except ValueError:
+            for slot, grad in zip(slots, grads, strict=True):
                 slot.check(grad)
-        squares = copy_all([slot.view for slot in slots], grads, measured is not None)
+            raise
         if measured is not None:
             measured(slots, squares)
         kept = [s for s, grad in zip(slots, grads, strict=True) if grad.requires_grad and keep]

@@ -93,6 +93,7 @@ class Reducer:
         self._build(list(reversed(indices)))
         self._armed = False
         self._running = False
+        self._carries = False  # whether there are gradients of passes that were not reduced
         self._ticket = 0
         self._open: set[int] = set()  # outputs that may still get a gradient
         self._reset()
@@ -117,7 +118,7 @@ class Reducer:
     def _reset(self) -> None:
         """Expect every gradient again."""
         for bucket in self.buckets:
-            bucket.pending = sum(slot.due > 0 for slot in bucket.slots)
+            bucket.pending = bucket.expected
             bucket.loose.clear()
         for slot in self.slots:
             slot.left = slot.due
@@ -193,7 +194,7 @@ class Reducer:
         if self._armed:
             self._begin()
         else:
-            slot.carried = True
+            slot.carried = self._carries = True
         return self._armed
 
     def on_repeat(self, slot: Slot) -> None:
@@ -320,6 +321,7 @@ class Reducer:
     def _finish(self, abandoned: bool = False, shadowing: bool = False) -> None:
         """Reduce what has not been reduced, and hand out the gradients."""
         self._armed = False
+        learning = self.learning
         self.statistics.computation_ends()
         absent = []
         if len(self._order) < len(self.slots):
@@ -348,12 +350,17 @@ class Reducer:
                     joining=self.joining,
                 )
             self._hand_out(absent)
+            if learning:
+                for bucket in self.buckets:
+                    bucket.expected = sum(slot.due > 0 for slot in bucket.slots)
         finally:
             unused = sum(slot.param.numel() * slot.param.element_size() for slot in absent)
             num_reduced = len(self._works) + len(self._futures)
-            self.statistics.pass_ends(self.usage.order, num_reduced, unused)
-            for slot in self.slots:
-                slot.carried = False
+            self.statistics.pass_ends(self.usage, num_reduced, unused)
+            if self._carries:
+                self._carries = False
+                for slot in self.slots:
+                    slot.carried = False
             self._reset()
         if self.on_finish is not None:
             self.on_finish()

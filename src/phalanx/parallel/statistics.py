@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from phalanx import logs
 from phalanx.parallel.buckets import Bucket
@@ -36,6 +36,13 @@ _SPANS = {
 }
 
 
+class HasOrder(Protocol):
+    """What knows in which order gradients have arrived."""
+
+    @property
+    def order(self) -> Sequence[int]: ...
+
+
 class Statistics:
     """Facts and times (in ns) of one model, under the names of torch's DDPLoggingData."""
 
@@ -46,7 +53,7 @@ class Statistics:
         self._samples = 0
         self._finished = False
         self._sample_rate = _SAMPLE_RATE
-        self._unused = 0
+        self._usage: HasOrder | None = None
 
     def describe(self, facts: Mapping[str, Any]) -> None:
         """Take down how the model is set up."""
@@ -97,9 +104,9 @@ class Statistics:
         self._clock["backward_comm_time_end"] = time.perf_counter_ns()
         self._finished = True
 
-    def pass_ends(self, order: Sequence[int], num_buckets: int, unused_bytes: int) -> None:
+    def pass_ends(self, usage: HasOrder, num_buckets: int, unused_bytes: int) -> None:
         """Take down what a backward pass has done."""
-        self._order = order
+        self._usage = usage
         self._facts["num_buckets_reduced"] = num_buckets
         self._facts["unused_parameter_size"] = unused_bytes
 
@@ -117,11 +124,10 @@ class Statistics:
     def data(self) -> dict[str, Any]:
         """Return all facts by name."""
         facts = dict(self._facts)
-        if self._finished or self._samples:
-            facts["prev_iteration_grad_ready_order_indices"] = ", ".join(map(str, self._order))
+        if self._usage is not None:
+            order = ", ".join(map(str, self._usage.order))
+            facts["prev_iteration_grad_ready_order_indices"] = order
         return facts
-
-    _order: Sequence[int] = ()
 
     def table(self) -> str:
         """Return the facts as lines to read: setting, buckets, times."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,27 +28,32 @@ class Usage:
         self._slots = slots
         self._statistics = statistics
         # How many ranks used each parameter; then how many abandoned their pass, and how many miss
-        # gradients that they should have.
-        self.counts = torch.zeros(len(slots) + 2, dtype=torch.int32)
-        self._before = torch.zeros_like(self.counts)
-        self._all_used = torch.ones_like(self.counts)
-        self._all_used[-2:] = 0
-        self.order: list[int] = []  # in which gradients arrived in the last pass
+        # gradients that they should have. Arrays, since they are looked at one by one.
+        self._counts = np.zeros(len(slots) + 2, dtype=np.int32)
+        self._before = np.zeros_like(self._counts)
+        self._arrived: Sequence[Slot] = ()
         self.always_same = True  # whether all passes so far used the same parameters
         self.passes = 0
 
+    @property
+    def order(self) -> list[int]:
+        """The parameters in the order of their gradients' arrival in the last pass."""
+        arrived = [slot.index for slot in self._arrived]
+        others = set(range(len(self._slots))).difference(arrived)
+        return arrived + sorted(others, reverse=True)
+
     def used_anywhere(self, slot: Slot) -> bool:
         """Say whether any rank used a parameter in the last backward pass."""
-        return bool(self.counts[slot.index])
+        return bool(self._counts[slot.index])
 
     def local_map(self) -> Tensor:
         """Return how many ranks used each parameter in the last backward pass."""
-        return self.counts[:-2]
+        return torch.from_numpy(self._counts[:-2].copy())
 
     def settle(
         self,
         group: ProcessGroup,
-        order: Sequence[Slot],
+        arrived: Sequence[Slot],
         *,
         find_unused: bool,
         static_graph: bool,
@@ -56,13 +62,12 @@ class Usage:
     ) -> None:
         """Exchange what was used; raise if that is not what was announced, on all ranks alike."""
         learning = static_graph and not self.passes
-        self.counts, self._before = self._before, self.counts
-        self.counts.copy_(self._all_used)
-        unused: list[int] = []
+        self._counts, self._before = self._before, self._counts
+        counts = self._counts
+        counts.fill(1)
         missing: list[Slot] = []
-        if len(order) < len(self._slots):
-            unused = [slot.index for slot in self._slots if not slot.used]
-            self.counts[unused] = 0
+        if len(arrived) < len(self._slots):
+            counts[[slot.index for slot in self._slots if not slot.used]] = 0
             if not (find_unused or learning or abandoned):
                 # Nobody misses a parameter that is frozen, or that a static graph never used.
                 missing = [
@@ -70,28 +75,27 @@ class Usage:
                     for slot in self._slots
                     if slot.left > 0 and not slot.carried and slot.param.requires_grad
                 ]
-        self.counts[-2] = abandoned
-        self.counts[-1] = bool(missing)
+        counts[-2:] = abandoned, bool(missing)
         # Not for the profiler's eyes, which expect one event per bucket.
-        group.transport.all_reduce(self.counts, ReduceOp.SUM)
-        self.order = [slot.index for slot in order] + unused
+        group.transport.all_reduce(torch.from_numpy(counts), ReduceOp.SUM)
+        self._arrived = arrived
         if self.passes and self.always_same:
-            self.always_same = torch.equal(self._before, self.counts)
+            self.always_same = np.array_equal(self._before, counts)
         self.passes += 1
-        if self.counts[-2]:
+        if counts[-2]:
             self._raise_abandoned(group, abandoned)
         elif learning:
             for slot in self._slots:
                 slot.due -= slot.left
-        elif self.counts[-1] or (
+        elif counts[-1] or (
             not (find_unused or static_graph or joining) and self._differ(group.size())
         ):
             self._raise_missing(group, missing, static_graph)
 
     def _differ(self, size: int) -> bool:
         """Say whether a parameter was used on some ranks only."""
-        counts = self.counts[:-2]
-        return bool(((counts > 0) & (counts < size)).any())
+        counts = self._counts[:-2]
+        return bool((counts < size).any()) and bool(((counts > 0) & (counts < size)).any())
 
     def _raise_missing(
         self, group: ProcessGroup, missing: Sequence[Slot], static_graph: bool
