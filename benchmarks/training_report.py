@@ -1,4 +1,4 @@
-"""The numbers of benchmarks.training in words: tables in the terminal and docs/training.md.
+"""The numbers of benchmarks.training in words: tables in the terminal and docs/training-benchmarks.md.
 
     python -m benchmarks.training_report out/training.json --docs docs
 
@@ -132,7 +132,7 @@ page that two ranks use counts half in each) had risen after the last step."""
 
 
 def document(data: dict, picture: bool) -> str:
-    """Return docs/training.md."""
+    """Return docs/training-benchmarks.md."""
     parts = [
         "# Training steps",
         "<!-- Made by benchmarks/training_report.py; change that, not this file. -->",
@@ -179,18 +179,18 @@ def draw(data: dict, path: Path) -> bool:
 
 
 def write(data: dict, directory: Path) -> None:
-    """Write training.md and its plot."""
+    """Write training-benchmarks.md and its plot."""
     directory.mkdir(parents=True, exist_ok=True)
     picture = draw(data, directory / PICTURE)
-    (directory / "training.md").write_text(document(data, picture))
-    for name in ["training.md", *([PICTURE] if picture else [])]:
+    (directory / "training-benchmarks.md").write_text(document(data, picture))
+    for name in ["training-benchmarks.md", *([PICTURE] if picture else [])]:
         print(f"wrote {directory / name}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.training_report")
     parser.add_argument("json", type=Path, help="what benchmarks.training wrote")
-    parser.add_argument("--docs", type=Path, help="write training.md and its plot there")
+    parser.add_argument("--docs", type=Path, help="write training-benchmarks.md and its plot there")
     options = parser.parse_args()
     data = json.loads(options.json.read_text())
     if options.docs:

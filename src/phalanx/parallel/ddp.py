@@ -32,7 +32,7 @@ from phalanx.parallel.health import GradientHealth
 from phalanx.parallel.outputs import tensors_in
 from phalanx.parallel.precision import LowPrecision, MixedPrecision, cast_buffers, cast_floats
 from phalanx.parallel.reducer import Reducer
-from phalanx.parallel.replicas import sync_module_states, verify_parameters
+from phalanx.parallel.replicas import broadcast_coalesced, sync_module_states, verify_parameters
 from phalanx.parallel.shadow import DDPJoinHook
 from phalanx.parallel.statistics import Statistics, torch_name
 from phalanx.types import ReduceOp
@@ -399,6 +399,17 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         futures = self._module_buffers.sync(self.process_group, authoritative_rank)
         self.reducer.after_backward += [future.wait for future in futures]
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        """Copy buffers from one rank to all, as is done without a hook; hooks may call it."""
+        buffers = self.modules_buffers if bufs is None else bufs
+        size = bucket_size or self.broadcast_bucket_size
+        broadcast_coalesced(self.process_group, buffers, size, authoritative_rank)
 
     def _register_buffer_comm_hook(
         self,
