@@ -1,4 +1,4 @@
-"""The numbers of benchmarks.training in words: tables in the terminal and docs/training-benchmarks.md.
+"""The numbers of benchmarks.training in words: tables here and in docs/training-benchmarks.md.
 
     python -m benchmarks.training_report out/training.json --docs docs
 

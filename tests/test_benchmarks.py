@@ -80,7 +80,7 @@ def test_training_is_measured_and_written_up(tmp_path):
         assert one["seconds"] > 0
         assert one["ratio"] > 0
         assert one["peak"] >= 0
-    document = (tmp_path / "training.md").read_text()
+    document = (tmp_path / "training-benchmarks.md").read_text()
     assert "Phalanx's DDP" in document
     assert data["command"] in document
     assert str(tmp_path) not in document
