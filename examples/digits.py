@@ -24,9 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import phalanx as dist
 from phalanx import DistributedDataParallel as DDP
-from phalanx.data.sampler import DistributedSampler
+from phalanx import DistributedSampler, SyncBatchNorm
 from phalanx.launch.processes import run_processes
-from phalanx.parallel.batchnorm import SyncBatchNorm
 
 
 def layer(inputs: int, outputs: int) -> nn.Module:
@@ -85,7 +84,7 @@ def train(options: argparse.Namespace) -> None:
     torch.manual_seed(options.seed + rank)  # so that dropout differs
 
     console = Console(quiet=rank != 0, highlight=False)
-    console.print(f"{size} ranks, {len(training)} images to learn from, 360 to be tested with")
+    console.print(f"ranks: {size}, images to learn from: {len(training)}, to be tested with: 360")
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
         total = torch.zeros(())
@@ -122,7 +121,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    if "RANK" in os.environ:  # started by a launcher, once per rank
+    if {"RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys():  # torchrun or mpirun started this rank
         dist.init_process_group()
         train(options)
         dist.destroy_process_group()

@@ -13,6 +13,7 @@ from rich.constrain import Constrain
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 from torch import Tensor
@@ -35,11 +36,11 @@ class Curves:
         self.training, self.validation = state["training"], state["validation"]
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        width = options.max_width - 7
-        training = means(self.training, -(-self.steps // width))
+        width, steps = options.max_width - 7, max(self.steps, len(self.training))
+        training = means(self.training, -(-steps // width))
         validation = list(self.validation.items())
         losses = [loss for _, loss in training + validation] or [0.0]
-        plot = Plot(width, 12, self.steps, min(losses), max(losses))
+        plot = Plot(width, 12, steps, min(losses), max(losses))
         plot.draw(training, "cyan")
         plot.draw(validation, "yellow")
         yield from plot.lines()
@@ -60,7 +61,7 @@ class Curves:
             label="training",
         )
         validation = list(self.validation.values())
-        axes.plot(list(self.validation), validation, "o-", color="tab:orange", label="validation")
+        axes.plot(list(self.validation), validation, ".-", color="tab:orange", label="validation")
         axes.set(xlabel="step", ylabel="loss, nats per byte", title=title)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.3)
@@ -124,18 +125,18 @@ class Dashboard(Live):
     def __init__(self, curves: Curves, tokens_per_step: int, console: Console) -> None:
         self.curves, self.tokens_per_step = curves, tokens_per_step
         self.first, self.began = len(curves.training), time.perf_counter()
-        columns = ("loss", "cyan"), ("validation", "yellow"), ("speed", "")
         self.progress = Progress(
             BarColumn(bar_width=None),
             MofNCompleteColumn(),
-            *(TextColumn(f"{{task.fields[{name}]}}", style) for name, style in columns),
-            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[loss]}", "cyan"),
+            TextColumn("{task.fields[validation]}", "yellow"),
+            TextColumn("{task.fields[speed]}"),
+            TimeRemainingColumn(compact=True, elapsed_when_finished=True),
             console=console,
             expand=True,
         )
-        self.task = self.progress.add_task(
-            "", total=curves.steps, **{name: "" for name, _ in columns}
-        )
+        self.task = self.progress.add_task("", total=curves.steps, **self._fields())
+        self.progress.update(self.task, completed=self.first)
         # A quiet console draws all the same, only to throw it away.
         live = console.is_terminal and not console.quiet
         view = Constrain(Group(curves, self.progress), WIDTH)
@@ -143,23 +144,31 @@ class Dashboard(Live):
 
     def advance(self) -> None:
         """Show what has been added to the curves."""
-        step, latest = len(self.curves.training), self.curves.training[-20:]
-        tokens = (step - self.first) * self.tokens_per_step
-        fields = {
-            "loss": f"loss {sum(latest) / len(latest):.3f}",
+        step, fields = len(self.curves.training), self._fields()
+        self.progress.update(self.task, completed=step, **fields)
+        if step in self.curves.validation and not self.console.is_terminal:
+            self.console.print(f"step {step:<5}", *fields.values(), sep="  ")
+
+    def _fields(self) -> dict[str, str]:
+        latest, validation = self.curves.training[-20:], list(self.curves.validation.values())
+        tokens = (len(self.curves.training) - self.first) * self.tokens_per_step
+        return {
+            "loss": f"loss {sum(latest) / len(latest):.3f}" if latest else "",
+            "validation": f"validation {validation[-1]:.3f}" if validation else "",
             "speed": f"{tokens / (time.perf_counter() - self.began):,.0f} tokens/s",
         }
-        if step in self.curves.validation:
-            fields["validation"] = f"validation {self.curves.validation[step]:.3f}"
-            if not self.console.is_terminal:
-                self.console.print(f"step {step:<6}", *fields.values(), sep="  ")
-        self.progress.update(self.task, completed=step, **fields)
 
     def stop(self) -> None:
         """Leave what is shown where it is."""
         super().stop()
         if not self.console.is_terminal:
             self.console.line()
+
+
+def code(text: str, title: str) -> Panel:
+    """Show Python code."""
+    lines = Syntax(text, "python", theme="ansi_dark", background_color="default", word_wrap=True)
+    return Panel(lines, title=title, width=WIDTH)
 
 
 def confusion_table(confusion: Tensor) -> Table:

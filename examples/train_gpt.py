@@ -20,17 +20,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from display import Curves, Dashboard
+from display import Curves, Dashboard, code
 from rich.console import Console
-from rich.panel import Panel
-from rich.syntax import Syntax
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import phalanx as dist
 from phalanx import DistributedDataParallel as DDP
-from phalanx.data.sampler import DistributedSampler
+from phalanx import DistributedSampler
 from phalanx.launch.processes import run_processes
 
 
@@ -207,11 +205,12 @@ def train(options: argparse.Namespace) -> None:
         curves=curves,
     )
     console = Console(quiet=rank != 0, highlight=False)
-    console.print(f"{size} ranks, {sum(p.numel() for p in model.parameters()):,} parameters")
-    if checkpoint.path.exists() and not options.fresh:
+    parameters, text = sum(p.numel() for p in model.parameters()), len(loader.dataset.data)
+    console.print(f"ranks: {size}, parameters: {parameters:,}, text: {text / 1e6:.1f} MB")
+    if checkpoint.path.exists():
         checkpoint.load()
         done = f"step {len(curves.training)} of {options.steps}"
-        console.print(f"going on from {done} in {checkpoint.path}; --fresh would begin anew")
+        console.print(f"going on from {done} in {checkpoint.path} (--fresh begins anew)")
     tokens = size * options.accumulate * options.batch * options.context
     with Dashboard(curves, tokens, console) as dashboard:
         for step in range(len(curves.training), options.steps):
@@ -239,7 +238,7 @@ def train(options: argparse.Namespace) -> None:
         curves.save(options.out / "loss.png", "A byte-level GPT on Phalanx")
         sample = model.module.eval().write("def read(self, ", options.sample)
         console.print(f"curve in {options.out}/loss.png, checkpoint in {checkpoint.path}")
-        console.print(Panel(Syntax(sample, "python", word_wrap=True), title="a sample"))
+        console.print(code(sample, "a sample"))
 
 
 def parse() -> argparse.Namespace:
@@ -248,10 +247,10 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=2, help="how many (without a launcher)")
     parser.add_argument("--threads", action="store_true", help="ranks are threads, not processes")
-    parser.add_argument("--fresh", action="store_true", help="ignore a checkpoint")
+    parser.add_argument("--fresh", action="store_true", help="forget the checkpoint")
     parser.add_argument("--out", type=Path, default=Path("out"), help="for checkpoint and curve")
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--batch", type=int, default=2, help="pieces of text in a batch")
     parser.add_argument("--accumulate", type=int, default=2, help="batches per rank and step")
     parser.add_argument("--context", type=int, default=128, help="bytes in a piece")
@@ -268,7 +267,9 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     options = parse()
     options.out.mkdir(parents=True, exist_ok=True)
-    if "RANK" in os.environ:  # started by a launcher, once per rank
+    if options.fresh:
+        (options.out / "checkpoint.pt").unlink(missing_ok=True)
+    if {"RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys():  # torchrun or mpirun started this rank
         dist.init_process_group()
         train(options)
         dist.destroy_process_group()

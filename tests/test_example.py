@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import phalanx as dist
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 SMALL = [
@@ -76,13 +78,21 @@ def same(one, other):
 )
 def test_a_gpt_is_trained(args, environment, ranks, tmp_path):
     output = train(tmp_path, "--steps=6", *args, **environment)
-    assert f"{ranks} rank" in output
+    assert f"ranks: {ranks}," in output
     assert re.search(r"step 4 .*validation \d\.\d+", output)
     assert "6/6" in output
     assert "tokens/s" in output
     assert "def read(self, " in output
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert len(saved(tmp_path)["streams"]) == ranks
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return what a run leaves that was not stopped."""
+    out = tmp_path_factory.mktemp("whole")
+    train(out, "--steps=10")
+    return saved(out)
 
 
 KILL = """
@@ -106,26 +116,22 @@ if __name__ == "__main__":
 """
 
 
-def test_a_run_whose_rank_was_killed_goes_on_as_if_nothing_had_happened(tmp_path):
-    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    train(whole, "--steps=10")
-
+def test_a_run_whose_rank_was_killed_goes_on_as_if_nothing_had_happened(tmp_path, whole):
     script = tmp_path / "killed.py"
     script.write_text(KILL.format(examples=str(EXAMPLES)))
-    process = start(script, *SMALL, "--steps=10", f"--out={stopped}")
+    process = start(script, *SMALL, "--steps=10", f"--out={tmp_path}")
     _, errors = finish(process)
     assert process.returncode == 1
     assert "rank 1 was killed by SIGKILL" in errors
-    assert len(saved(stopped)["curves"]["training"]) == 4
+    assert len(saved(tmp_path)["curves"]["training"]) == 4
 
-    assert "from step 4" in train(stopped, "--steps=10")
-    assert same(saved(stopped), saved(whole))
+    assert "from step 4" in train(tmp_path, "--steps=10")
+    assert same(saved(tmp_path), whole)
 
 
-def test_threads_train_the_same_bits_as_processes(tmp_path):
-    train(tmp_path / "processes", "--steps=4")
-    train(tmp_path / "threads", "--steps=4", "--threads")
-    assert same(saved(tmp_path / "threads"), saved(tmp_path / "processes"))
+def test_threads_train_the_same_bits_as_processes(tmp_path, whole):
+    train(tmp_path, "--steps=10", "--threads")
+    assert same(saved(tmp_path), whole)
 
 
 def test_an_interrupted_run_goes_on_with_other_ranks(tmp_path):
@@ -169,3 +175,18 @@ def test_digits_are_recognised_by_threads_as_by_processes():
     assert float(re.findall(r"accuracy (\S+)%", output)[-1]) > 95
     assert "taken for" in output
     assert digits("--threads") == output
+
+
+def _run_all(snippets, names):
+    names = dict(names)
+    for snippet in snippets:
+        exec(snippet, names)
+
+
+def test_the_snippets_of_the_training_document_run():
+    document = (EXAMPLES.parent / "docs" / "training.md").read_text()
+    first, *others = re.findall(r"```python\n(.*?)```", document, re.DOTALL)
+    names = {}
+    exec(first, names)
+    assert len(others) > 10
+    dist.run_threads(_run_all, 2, others, names)
