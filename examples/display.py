@@ -42,7 +42,7 @@ class Curves:
         losses = [loss for _, loss in training + validation] or [0.0]
         plot = Plot(width, 12, steps, min(losses), max(losses))
         plot.draw(training, "cyan")
-        plot.draw(validation, "yellow")
+        plot.mark(validation, "yellow")
         yield from plot.lines()
 
     def save(self, path: Path, title: str) -> None:
@@ -80,28 +80,38 @@ class Plot:
     """A line plot in Unicode's braille characters, each of which is two dots wide and four high."""
 
     DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # by column, from the top
+    EMPTY = 0x2800
 
     def __init__(self, width: int, height: int, steps: int, low: float, high: float) -> None:
         self.width, self.height = width, height
         self.steps, self.low, self.high = steps, low, high
-        self.dots = [[0] * width for _ in range(height)]
-        self.colours = [[""] * width for _ in range(height)]
+        self.cells = [[(" ", "")] * width for _ in range(height)]  # characters and their colours
 
     def draw(self, points: Iterable[tuple[float, float]], colour: str) -> None:
         """Draw a line through points, each a step and a loss."""
         last: tuple[int, int] | None = None
-        for step, loss in points:
-            x = round((step - 1) / max(self.steps - 1, 1) * (2 * self.width - 1))
-            y = round((self.high - loss) / (self.high - self.low or 1) * (4 * self.height - 1))
+        for point in points:
+            x, y = self._place(*point)
             x0, y0 = last or (x, y)
             count = max(abs(x - x0), abs(y - y0), 1)
             for i in range(count + 1):
-                self._dot(x0 + (x - x0) * i // count, y0 + (y - y0) * i // count, colour)
+                row, dot = divmod(y0 + (y - y0) * i // count, 4)
+                column, side = divmod(x0 + (x - x0) * i // count, 2)
+                dots = max(ord(self.cells[row][column][0]), self.EMPTY) | self.DOTS[side][dot]
+                self.cells[row][column] = chr(dots), colour
             last = x, y
 
-    def _dot(self, x: int, y: int, colour: str) -> None:
-        self.dots[y // 4][x // 2] |= self.DOTS[x % 2][y % 4]
-        self.colours[y // 4][x // 2] = colour
+    def mark(self, points: Iterable[tuple[float, float]], colour: str) -> None:
+        """Put a bullet at each of the points."""
+        for point in points:
+            x, y = self._place(*point)
+            self.cells[y // 4][x // 2] = "•", colour
+
+    def _place(self, step: float, loss: float) -> tuple[int, int]:
+        """Return the column and row of a point, in dots."""
+        x = (step - 1) / max(self.steps - 1, 1) * (2 * self.width - 1)
+        y = (self.high - loss) / (self.high - self.low or 1) * (4 * self.height - 1)
+        return round(x), round(y)
 
     def lines(self) -> Iterator[Text]:
         """Yield the lines of the plot, with axes."""
@@ -112,9 +122,7 @@ class Plot:
             else:
                 loss = self.high - (self.high - self.low) * row / (self.height - 1)
                 line.append(f"{loss:5.2f} ┤", "dim")
-            for dots, colour in zip(self.dots[row], self.colours[row], strict=True):
-                line.append(chr(0x2800 + dots) if dots else " ", colour)
-            yield line
+            yield line.append_tokens(self.cells[row])
         yield Text("      └" + "─" * self.width, "dim")
         yield Text(f"{'':7}1{self.steps:>{self.width - 1}}", "dim")
 

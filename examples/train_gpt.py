@@ -82,7 +82,7 @@ class GPT(nn.Module):
         return self.norm(self.blocks(self.embedding(text))) @ self.embedding.weight.T
 
     @torch.no_grad()
-    def write(self, prompt: str, length: int, temperature: float = 0.7) -> str:
+    def write(self, prompt: str, length: int, temperature: float = 0.6) -> str:
         """Continue a text by `length` bytes."""
         text = torch.tensor(list(prompt.encode()))
         for _ in range(length):
@@ -96,7 +96,8 @@ class Text(Dataset[tuple[Tensor, Tensor]]):
     """Files in pieces of `context` bytes, each with what is to be predicted: the bytes after it."""
 
     def __init__(self, files: list[Path], context: int) -> None:
-        data = bytearray(b"\n".join(path.read_bytes() for path in files))
+        data = b"\n".join(path.read_bytes() for path in files)
+        data = bytearray(data.replace(b"    ", b"\t"))  # more text in each piece
         self.data, self.context = torch.frombuffer(data, dtype=torch.uint8), context
 
     def __len__(self) -> int:
@@ -236,9 +237,9 @@ def train(options: argparse.Namespace) -> None:
 
     if rank == 0:
         curves.save(options.out / "loss.png", "A byte-level GPT on Phalanx")
-        sample = model.module.eval().write("def read(self, ", options.sample)
+        sample = model.module.eval().write("class Reader:\n\tdef read(self, ", options.sample)
         console.print(f"curve in {options.out}/loss.png, checkpoint in {checkpoint.path}")
-        console.print(code(sample, "a sample"))
+        console.print(code(sample.expandtabs(4), "a sample"))
 
 
 def parse() -> argparse.Namespace:
