@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from itertools import chain
 from typing import Any
 
 import torch
@@ -59,11 +60,10 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, 
     confusion = torch.bincount(labels * 10 + guesses, minlength=100)
     dist.all_reduce(confusion)
     wrong = guesses != labels
+    own = list(zip(images[wrong], labels[wrong], guesses[wrong], strict=True))
     mistakes: list[Any] = [None] * size
-    dist.all_gather_object(mistakes, (images[wrong], labels[wrong], guesses[wrong]))
-    return confusion.view(10, 10), [
-        mistake for each in mistakes for mistake in zip(*each, strict=True)
-    ]
+    dist.all_gather_object(mistakes, own)
+    return confusion.view(10, 10), list(chain(*mistakes))
 
 
 def train(options: argparse.Namespace) -> None:
