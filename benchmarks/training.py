@@ -310,7 +310,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, metavar="N", help="how often the ways take turns")
     add("--seconds", type=float, metavar="S", help="length of one way's row of steps in a round")
     add("--out", type=Path, default=Path("out/training.json"), help="every number, as JSON")
-    add("--docs", type=Path, help="also write training-benchmarks.md and its plot to this directory")
+    add("--docs", type=Path, help="also write training-benchmarks.md and its plot there")
     return parser.parse_args(arguments)
 
 

@@ -285,7 +285,7 @@ class Bucket:
             raise
         if measured is not None:
             measured(slots, squares)
-        kept = [s for s, grad in zip(slots, grads, strict=True) if grad.requires_grad and keep]
+        kept = [s for s, grad in zip(slots, grads, strict=True) if keep and grad.requires_grad]
         for slot in slots:
             if not kept or slot not in kept:
                 slot.param.grad = slot.view
