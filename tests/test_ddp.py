@@ -556,8 +556,8 @@ def test_ignored_parameters():
 
 
 def _delayed():
-    model = mlp()
-    alone = copy.deepcopy(model)
+    model = mlp(seed=dist.get_rank())
+    alone = mlp(seed=0)
     named = [(n, p) for n, p in model.named_parameters() if n.startswith("3")]
     ddp = DDP(model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=model[0].weight)
     for batch in batches(3):

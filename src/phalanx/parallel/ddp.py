@@ -16,7 +16,6 @@ from torch.autograd import profiler
 from torch.futures import Future
 
 from phalanx.algorithms.join import Join, Joinable, JoinHook
-from phalanx.collectives import all_reduce
 from phalanx.group import ProcessGroup
 from phalanx.mesh import DeviceMesh
 from phalanx.parallel.arguments import (
@@ -30,12 +29,12 @@ from phalanx.parallel.buffers import BufferCommHookLocation, Buffers
 from phalanx.parallel.delayed import DelayedReduction
 from phalanx.parallel.health import GradientHealth
 from phalanx.parallel.outputs import tensors_in
+from phalanx.parallel.parameters import trainable
 from phalanx.parallel.precision import LowPrecision, MixedPrecision, cast_buffers, cast_floats
 from phalanx.parallel.reducer import Reducer
 from phalanx.parallel.replicas import broadcast_coalesced, sync_module_states, verify_parameters
-from phalanx.parallel.shadow import DDPJoinHook
-from phalanx.parallel.statistics import Statistics, torch_name
-from phalanx.types import ReduceOp
+from phalanx.parallel.shadow import DDPJoinHook, announce_sync, find_common_rank
+from phalanx.parallel.statistics import Statistics
 from phalanx.world import default_group, is_outside
 
 _BROADCAST_BYTES = 250 * 1024 * 1024
@@ -221,50 +220,14 @@ class DistributedDataParallel(nn.Module, Joinable):
             statistics=self.logger,
         )
         self.reducer.late = self._unused_in_next_forward
-        self._describe(parameters, static_graph)
-
-    def _describe(self, parameters: Sequence[nn.Parameter], static_graph: bool) -> None:
-        self.logger.describe(
-            {
-                "world_size": self.process_group.size(),
-                "rank": self.process_group.rank(),
-                "module_name": type(self.module).__name__,
-                "device_ids": "",
-                "output_device": -1,
-                "backend_name": self.process_group.name(),
-                "broadcast_buffers": int(self.forward_sync_buffers),
-                "bucket_cap_bytes": self.bucket_bytes_cap,
-                "find_unused_parameters": int(self.find_unused_parameters),
-                "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-                "static_graph": int(static_graph),
-                "is_multi_device_module": 0,
-                "has_sync_bn": int(
-                    any(type(m).__name__ == "SyncBatchNorm" for m in self.module.modules())
-                ),
-                "num_parameter_tensors": len(parameters),
-                "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
-                "dtypes": ", ".join(sorted({torch_name(p.dtype) for p in parameters})),
-            }
-        )
+        self.logger.describe(self, parameters, static_graph)
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
         """Return the parameters that are reduced, in order, and which get sparse gradients."""
-        found: dict[nn.Parameter, tuple[str, bool]] = {}
-        self._frozen: list[tuple[str, nn.Parameter]] = []
-        for module_name, module in self.module.named_modules():
-            sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
-            for name, param in module.named_parameters(recurse=False):
-                full = f"{module_name}.{name}" if module_name else name
-                # torch writes the parameters of the module itself with a leading dot.
-                if full in self.parameters_to_ignore or f".{full}" in self.parameters_to_ignore:
-                    continue
-                if not param.requires_grad:
-                    self._frozen.append((full, param))
-                elif param not in found:
-                    found[param] = (full, bool(sparse))
-        self._names = [name for name, _ in found.values()]
-        self._sparse = [sparse for _, sparse in found.values()]
-        return list(found), self._sparse
+        found, self._frozen = trainable(self.module, self.parameters_to_ignore)
+        self._names = [each.name for each in found]
+        self._sparse = [each.sparse for each in found]
+        return [each.param for each in found], self._sparse
 
     def _build_debug_param_to_name_mapping(
         self, parameters: Sequence[nn.Parameter]
@@ -312,7 +275,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if reducer is not None:
             reducer.joining = self._join_config.enable
         if self._join_config.enable:
-            self._announce_sync(syncing)
+            announce_sync(self.process_group, syncing)
             if work is not None:
                 work.wait()
                 if reducer is not None and not self._divide_by_initial_world_size:
@@ -392,7 +355,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _sync_buffers(self) -> None:
         # With uneven inputs rank 0 may have joined, and its buffers be old.
-        source = self._find_common_rank(True) if self._join_config.enable else 0
+        source = find_common_rank(self.process_group, True) if self._join_config.enable else 0
         self._module_buffers.refresh()
         self._sync_module_buffers(source)
 
@@ -618,18 +581,6 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Accepted for torch's sake: outputs are never copied here."""
-
-    def _find_common_rank(self, is_candidate: bool) -> int:
-        """Agree on the highest rank that is a candidate."""
-        rank = torch.tensor([self.process_group.rank() if is_candidate else -1])
-        all_reduce(rank, ReduceOp.MAX, self.process_group)
-        return int(rank.item())
-
-    def _announce_sync(self, syncing: bool) -> bool:
-        """Tell ranks that have joined whether this iteration reduces gradients."""
-        flag = torch.tensor([float(syncing)])
-        all_reduce(flag, group=self.process_group)
-        return bool(flag.item())
 
     def _raise(self, kind: type[Exception], message: str) -> NoReturn:
         self.logger.set_error_and_log(f"{kind}: {message}")

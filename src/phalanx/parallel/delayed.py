@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from phalanx.group import ProcessGroup
 from phalanx.heap import empty_shared
+from phalanx.parallel.replicas import broadcast_coalesced
 from phalanx.types import ReduceOp
 from phalanx.world import active
 
@@ -27,6 +28,7 @@ class DelayedReduction:
         self._flat = empty_shared(sum(p.numel() for p in parameters), dtype=dtypes.pop())
         pieces = self._flat.split([p.numel() for p in parameters])  # type: ignore[no-untyped-call]
         self._views = [v.view(p.shape) for v, p in zip(pieces, parameters, strict=True)]
+        broadcast_coalesced(group, [p.detach() for p in parameters])
         trigger.register_hook(self._reduce)  # type: ignore[no-untyped-call]
 
     def attach(self) -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import nn
 
 from phalanx import logs
 from phalanx.parallel.buckets import Bucket
+
+if TYPE_CHECKING:
+    from phalanx.parallel.ddp import DistributedDataParallel
 
 _log = logs.area("ddp")
 
@@ -55,11 +60,35 @@ class Statistics:
         self._sample_rate = _SAMPLE_RATE
         self._usage: HasOrder | None = None
 
-    def describe(self, facts: Mapping[str, Any]) -> None:
-        """Take down how the model is set up."""
+    def describe(
+        self,
+        ddp: DistributedDataParallel,
+        parameters: Sequence[nn.Parameter],
+        static_graph: bool,
+    ) -> None:
+        """Take down how a model is set up."""
         for name, variable in _ENVIRONMENT.items():
             self._facts[name] = os.environ.get(variable, "N/A")
-        self._facts.update(facts)
+        sizes = [p.numel() * p.element_size() for p in parameters]
+        kinds = {type(layer).__name__ for layer in ddp.module.modules()}
+        self._facts.update(
+            world_size=ddp.process_group.size(),
+            rank=ddp.process_group.rank(),
+            module_name=type(ddp.module).__name__,
+            device_ids="",
+            output_device=-1,
+            backend_name=ddp.process_group.name(),
+            broadcast_buffers=int(ddp.forward_sync_buffers),
+            bucket_cap_bytes=ddp.bucket_bytes_cap,
+            find_unused_parameters=int(ddp.find_unused_parameters),
+            gradient_as_bucket_view=int(ddp.gradient_as_bucket_view),
+            static_graph=int(static_graph),
+            is_multi_device_module=0,
+            has_sync_bn=int("SyncBatchNorm" in kinds),
+            num_parameter_tensors=len(parameters),
+            total_parameter_size_bytes=sum(sizes),
+            dtypes=", ".join(sorted({_torch_name(p.dtype) for p in parameters})),
+        )
 
     def buckets(self, buckets: Sequence[Bucket], rebuilt: bool) -> None:
         """Take down which buckets there are."""
@@ -144,7 +173,7 @@ class Statistics:
         return "\n".join(lines)
 
 
-def torch_name(dtype: Any) -> str:
+def _torch_name(dtype: Any) -> str:
     """Return the name that torch's logging has for an element type."""
     name = str(dtype).removeprefix("torch.")
     return _NAMES.get(name, name)
