@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import threading
+import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import torch
 from torch.futures import Future
 
+from phalanx import bystanders
 from phalanx.errors import DistTimeout
 from phalanx.types import Deadline, Timeout, seconds
 
@@ -82,7 +88,7 @@ class Work(ABC):
         try:
             self.wait()
         except Exception as error:
-            future.set_exception(error)
+            future.set_exception(_rootless(error))
         else:
             future.set_result(self.result())
 
@@ -99,6 +105,8 @@ class Deferral:
 
     def __init__(self) -> None:
         self._queue: deque[tuple[Work, DeferredFuture]] = deque()
+        self._lock = threading.RLock()
+        self.called_at: float | None = None
 
     def future(self, work: Work) -> DeferredFuture:
         """Return a future of ``work``, completed in its turn."""
@@ -115,12 +123,56 @@ class Deferral:
         finally:
             _deferral.reset(token)
 
-    def complete(self) -> None:
-        """Wait for all works in turn, with what their callbacks start."""
-        with self.collecting():
-            while self._queue:
+    def complete(self, patiently: bool = True) -> None:
+        """Wait for all works in turn, with what their callbacks start.
+
+        If not ``patiently``, only as far as nothing has to be waited for.
+        """
+        with self._lock, self.collecting():
+            while self._queue and (patiently or self._queue[0][0].is_completed()):
                 work, future = self._queue.popleft()
                 work._fulfil(future)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """Collect futures while foreign code runs, which may wait for them in its own way.
+
+        If it stands still for long, perhaps in the wait of a future that is made of ours, they are
+        completed by another thread.
+        """
+        watch = _watch()
+        self.called_at = time.monotonic()
+        watch.add(self)
+        try:
+            with self.collecting():
+                yield
+        finally:
+            self.called_at = None
+
+
+_PATIENCE = 5.0  # seconds that a call may take before its futures are completed for it
+
+
+@functools.cache
+def _watch() -> weakref.WeakSet[Deferral]:
+    """Return the set of deferrals that a thread, started with the first, looks after."""
+    deferrals: weakref.WeakSet[Deferral] = weakref.WeakSet()
+
+    def look() -> None:
+        while True:
+            time.sleep(_PATIENCE / 5)
+            for deferral in list(deferrals):
+                since = deferral.called_at
+                if since is not None and time.monotonic() - since > _PATIENCE:
+                    deferral.complete()
+
+    # Whom it helps waits as well, so it keeps nobody from being in a deadlock.
+    bystanders.mark(threading.Thread(target=look, name="phalanx-futures", daemon=True)).start()
+    return deferrals
+
+
+# A forked child has not the thread.
+os.register_at_fork(after_in_child=_watch.cache_clear)
 
 
 class DeferredFuture(Future[Any]):
@@ -134,19 +186,39 @@ class DeferredFuture(Future[Any]):
         self._deferral.complete()
         return super().wait()
 
+    def done(self) -> bool:
+        self._deferral.complete(patiently=False)
+        return super().done()
+
     def then(self, callback: Callable[[Future[Any]], Any]) -> Future[Any]:
         outcome = DeferredFuture(self._deferral)
 
-        def run(future: Future[Any]) -> None:
-            try:
-                value = callback(self)
-            except Exception as error:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(value)
-
-        super().then(run)
+        super().then(partial(_pass_on, callback, self, outcome))
         return outcome
+
+
+def _pass_on(
+    callback: Callable[[Future[Any]], Any],
+    future: Future[Any],
+    outcome: Future[Any],
+    _: Future[Any],
+) -> None:
+    """Let ``outcome`` become what the callback makes of ``future``."""
+    try:
+        value = callback(future)
+    except Exception as error:
+        outcome.set_exception(_rootless(error))
+    else:
+        outcome.set_result(value)
+
+
+def _rootless(error: Exception) -> Exception:
+    """Return an error whose traceback does not lead to the frame that keeps it in a future.
+
+    The cycle would go through C++, where the garbage collector does not see it.
+    """
+    trace = error.__traceback__
+    return error.with_traceback(trace.tb_next if trace is not None else None)
 
 
 class CompletedWork(Work):

@@ -189,8 +189,8 @@ class Slot:
     """A parameter and the place of its gradient in a bucket."""
 
     __slots__ = (
-        *("bucket", "carried", "due", "index", "is_large", "left", "name", "param", "sparse"),
-        "view",
+        *("__weakref__", "at_once", "bucket", "carried", "due", "index", "is_large", "is_shared"),
+        *("left", "name", "param", "sparse", "stays", "view"),
     )
 
     def __init__(self, index: int, name: str, param: Tensor, sparse: bool) -> None:
@@ -199,6 +199,9 @@ class Slot:
         self.param = param
         self.sparse = sparse
         self.is_large = sparse or param.numel() >= _LARGE
+        self.is_shared = False  # whether another reducer has it, too
+        self.stays = False  # whether its gradient is somebody's who expects the result there
+        self.at_once = self.is_large  # whether its gradient is dealt with when it comes
         self.bucket: Bucket
         self.view = param  # the gradient's place, once it has one; becomes the gradient itself
         self.due = 1  # how often its gradient is accumulated to in one backward pass
@@ -251,10 +254,12 @@ class Bucket:
             shape, stride = slot.param.shape, _dense_stride(slot.param)
             slot.view = torch.empty(0, dtype=self.dtype).set_(storage, offset, shape, stride)
             offset += slot.param.numel()
+        self._storage = storage._cdata
+        del storage  # or it would count
         self._owners = self._count_owners()
 
     def _count_owners(self) -> int:
-        return int(torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata))
+        return int(torch._C._storage_Use_Count(self._storage))
 
     def is_held(self) -> bool:
         """Say whether anybody but the parameters still uses gradients that lie here."""

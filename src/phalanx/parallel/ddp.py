@@ -262,6 +262,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        if self._is_recomputed():
+            return inputs, kwargs
         if not self._lazy_init_ran:
             self._lazy_init_ran = True
             self._setup_in_backward_optimizers()
@@ -292,6 +294,8 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _post_forward(self, output: Any) -> Any:
+        if self._is_recomputed():
+            return output
         if self._will_sync_buffers(BufferCommHookLocation.POST_FORWARD):
             self._sync_buffers()
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
@@ -308,6 +312,11 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self._delayed is not None:
             self._delayed.attach()
         return output
+
+    def _is_recomputed(self) -> bool:
+        """Say whether a running backward pass, from this forward pass, has called it again."""
+        inside = torch._C._current_graph_task_id() != -1
+        return inside and hasattr(self, "reducer") and self.reducer.is_running
 
     def _check_frozen(self) -> None:
         for name, param in self._frozen:
@@ -361,7 +370,11 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
         futures = self._module_buffers.sync(self.process_group, authoritative_rank)
-        self.reducer.after_backward += [future.wait for future in futures]
+        if hasattr(self, "reducer"):
+            self.reducer.after_backward += [future.wait for future in futures]
+        else:
+            for future in futures:
+                future.wait()
 
     def _default_broadcast_coalesced(
         self,
@@ -411,6 +424,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             check_comm_hook(hook)
         except (TypeError, ValueError) as error:
             self._raise(type(error), str(error))
+        self._check_reduces("register_comm_hook")
         if self.reducer.hook is not None:
             self._raise(
                 RuntimeError,
@@ -481,6 +495,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Return what a rank without input does for this module."""
+        self._check_reduces("join")
         return DDPJoinHook(
             self, divide_by_initial_world_size=kwargs.get("divide_by_initial_world_size", True)
         )
@@ -514,6 +529,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         backward raises FloatingPointError on all ranks, which names ranks and parameters, unless
         ``raises`` is False. Every rank must call it.
         """
+        self._check_reduces("watch_gradients")
         self.reducer.health = GradientHealth(raises)
         return self.reducer.health
 
@@ -532,6 +548,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self.static_graph:
             warnings.warn("static_graph is set already", stacklevel=2)
             return
+        self._check_reduces("static_graph")
         if self.reducer.num_iterations:
             self._raise(
                 RuntimeError, "_set_static_graph should be called before training loop starts"
@@ -581,6 +598,13 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Accepted for torch's sake: outputs are never copied here."""
+
+    def _check_reduces(self, what: str) -> None:
+        if not hasattr(self, "reducer"):
+            raise RuntimeError(
+                f"{what} has nothing to act on: the reduction of all parameters is delayed "
+                "(delay_all_reduce_named_params)"
+            )
 
     def _raise(self, kind: type[Exception], message: str) -> NoReturn:
         self.logger.set_error_and_log(f"{kind}: {message}")

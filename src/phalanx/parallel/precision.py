@@ -28,16 +28,15 @@ class LowPrecision:
     """The parameters of a module in two precisions, of which one at a time is in place.
 
     The lower one is there from forward to the end of backward. A gradient that was there before
-    is put aside for that time, and added to the new one afterwards, in full precision. Without a
+    stays, in full precision, and autograd adds to it; a new one is converted afterwards. Without a
     ``dtype`` parameters stay what they are.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None) -> None:
         self.parameters: list[Any] = [p for p in parameters if p.is_floating_point()]
         self.dtype = dtype
-        self._kept: list[Tensor | None] = [None] * len(self.parameters)
-        self._index = {param: i for i, param in enumerate(self.parameters)}
         self.is_low = False
+        self._versions: list[int] = []
         for param in self.parameters:
             param._fp_param = param.data
             param._mp_param = torch.empty(0, dtype=dtype)
@@ -46,16 +45,39 @@ class LowPrecision:
     def lower(self) -> None:
         """Put the lower precision in place."""
         if self.is_low:
+            self._check_unchanged()
             return
         self.is_low = True
-        for i, param in enumerate(self.parameters):
-            self._kept[i], param.grad = param.grad, None
+        for param in self.parameters:
             param._fp_param = param.data
             param.data = param._mp_param = param.data.to(self.dtype)
+        self._versions = [param._version for param in self.parameters]
 
-    def kept(self, param: Tensor) -> Tensor | None:
-        """Return the gradient that was put aside."""
-        return self._kept[self._index[param]]
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put full precision in place, gradients included."""
+        if not self.is_low:
+            return
+        self._check_unchanged()
+        self.is_low = False
+        for param in self.parameters:
+            grad, param.grad = param.grad, None
+            param.data = param._fp_param
+            param._mp_param = torch.empty(0, dtype=self.dtype)
+            if grad is not None:
+                param.grad = grad.to(param.dtype)
+
+    def _check_unchanged(self) -> None:
+        """Raise if parameters were changed while the copies in low precision were in place."""
+        if self.dtype is None:
+            return
+        for param, version in zip(self.parameters, self._versions, strict=True):
+            if param._version != version:
+                raise RuntimeError(
+                    f"a parameter {tuple(param.shape)} was changed between a forward pass and its "
+                    "backward pass, while it was in low precision, and the change would be lost: "
+                    "evaluate under torch.no_grad(), and step the optimizer after backward"
+                )
 
     def restore_after_backward(self, outputs: Iterable[Tensor]) -> None:
         """Put full precision in place at the end of the backward pass from these outputs."""
@@ -66,22 +88,6 @@ class LowPrecision:
         for output in outputs:
             if output.grad_fn is not None:
                 output.register_hook(queue)  # type: ignore[no-untyped-call]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Put full precision in place, gradients included."""
-        if not self.is_low:
-            return
-        self.is_low = False
-        for i, param in enumerate(self.parameters):
-            grad, kept = param.grad, self._kept[i]
-            self._kept[i] = param.grad = None
-            param.data = param._fp_param
-            param._mp_param = torch.empty(0, dtype=self.dtype)
-            if grad is not None:
-                grad = grad.to(param.dtype)
-                kept = grad if kept is None else kept.add_(grad)
-            param.grad = kept
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Variable, profiler
 from torch.autograd.profiler import record_function
 from torch.futures import Future
+from torch.utils.weak import WeakIdKeyDictionary
 
 from phalanx import collectives
 from phalanx._native import copy_all
@@ -93,18 +94,21 @@ class Reducer:
         self._build(list(reversed(indices)))
         self._armed = False
         self._running = False
+        self._lost = False  # whether an exception has left a pass, which others may wait for
         self._carries = False  # whether there are gradients of passes that were not reduced
         self._ticket = 0
         self._open: set[int] = set()  # outputs that may still get a gradient
         self._reset()
         # Weakly, so that a model that is wrapped no more is reduced no more.
         self_ref = weakref.ref(self)
-        self._handles = [
+        self._handles: list[Any] = [
             slot.param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 _arrival(self_ref, slot)
             )
             for slot in self.slots
         ]
+        _share(self.slots)
+        weakref.finalize(self, _remove, self._handles)
 
     def _build(self, indices: Sequence[Sequence[int]]) -> None:
         self.buckets = [
@@ -123,11 +127,16 @@ class Reducer:
         for slot in self.slots:
             slot.left = slot.due
         self._order: list[Slot] = []
-        self._graphs: list[Slot] = []  # whose gradients can be differentiated, and stay
+        self._kept: list[Slot] = []  # whose gradients stay where they are, and get the result
         self._next = 0  # the bucket to be reduced next
         self._works: list[tuple[Bucket, Work | None]] = []
         self._deferral = Deferral()
         self._futures: list[tuple[GradBucket, Bucket, Future[Any]]] = []
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward pass is being reduced."""
+        return self._running
 
     @property
     def learning(self) -> bool:
@@ -154,11 +163,46 @@ class Reducer:
 
     def check_finished(self) -> None:
         """Raise on all ranks if gradients of the last backward pass are missing."""
-        if self._running:  # an exception has left it; others may wait for what it owes them
-            self._running = False
-            self._finish(abandoned=not (self.late and self.static_graph))
-        elif self._order:
+        if self._lost:
+            self._make_up()
+        elif self._order and not self._running:
             self._finish()
+
+    def check_lost(self) -> None:
+        """Make up for a pass that was left by an exception, if there is one."""
+        if self._lost:
+            self._make_up()
+
+    def on_lost(self) -> None:
+        """An exception has left backward."""
+        if self._running:
+            self._running = self._armed = False
+            self._lost = True
+
+    def _make_up(self) -> None:
+        """Give the other ranks what a pass that was left by an exception owes them.
+
+        They learn of it, and raise. Of this rank's gradients nothing is left of that pass.
+        """
+        self._lost = False
+        if self.late and self.static_graph:
+            self._finish()
+            return
+        try:
+            self._wait()
+            for bucket in self.buckets[self._next :]:
+                if self.hook is not None:
+                    self.run_hook(self._zeros(bucket)).wait()
+                elif bucket.sparse:
+                    collectives.all_reduce(_no_rows(bucket.slots[0].param), group=self.group)
+                else:
+                    active(self.group).all_reduce(self._zeros(bucket).buffer(), self._op())
+            self.usage.settle(self.group, (), find_unused=True, static_graph=False, abandoned=True)
+        finally:
+            for slot in self.slots:
+                if slot.param.grad is slot.view:
+                    slot.param.grad = None
+            self._reset()
 
     def rebuild_buckets(self) -> bool:
         """Build buckets in the order in which gradients arrived on the first rank, once."""
@@ -187,11 +231,13 @@ class Reducer:
             return
         self._open.discard(key)
         if not self._running:
+            self.check_lost()
             self._begin()
 
     def on_stray(self, slot: Slot) -> bool:
         """A gradient has come outside of a running pass: say whether that begins one."""
         if self._armed:
+            self.check_lost()
             self._begin()
         else:
             slot.carried = self._carries = True
@@ -203,17 +249,21 @@ class Reducer:
             self.usage.raise_again(slot, self.static_graph)
 
     def _move_in(self, slot: Slot, grad: Tensor) -> None:
-        """Copy a large gradient into its bucket at once, while it is in the cache."""
+        """Copy a gradient into its bucket at once.
+
+        A large one, while it is in the cache, and one that somebody else has to do with: that one
+        stays where it is, and gets the result in the end.
+        """
         if self.low is not None or slot.sparse:
-            return
-        if grad.requires_grad:
-            slot.bucket.loose.append(slot)
             return
         slot.check(grad)
         squares = copy_all([slot.view], [grad], self.health is not None)
         if self.health is not None:
             self.health.measured([slot], squares)
-        slot.param.grad = slot.view
+        if grad.requires_grad or slot.stays:
+            self._kept.append(slot)
+        else:
+            slot.param.grad = slot.view
 
     def _begin(self) -> None:
         self._running = True
@@ -221,9 +271,14 @@ class Reducer:
             self.statistics.backward_begins()
             self._renew_held()
             for slot in self.slots:
+                grad = slot.param.grad
+                slot.stays = slot.is_shared or (
+                    grad is not None and grad is not slot.view and _is_held(grad)
+                )
+                slot.at_once = slot.is_large or slot.stays
                 if not slot.due:
                     self._contribute(slot)
-        Variable._execution_engine.queue_callback(partial(_on_end, weakref.ref(self)))
+        Variable._execution_engine.queue_callback(_End(weakref.ref(self)))
 
     def _renew_held(self) -> None:
         """Leave alone the gradients of the last step that have been kept for something."""
@@ -260,14 +315,12 @@ class Reducer:
         """Bring all gradients of a bucket into it."""
         if self.low is None:
             measured = None if self.health is None else self.health.measured
-            self._graphs += bucket.settle(torch.is_grad_enabled(), measured)
+            self._kept += bucket.settle(torch.is_grad_enabled(), measured)
             return
         with torch.no_grad():
             for slot in bucket.slots:
                 if slot.left < slot.due:
                     slot.view.copy_(cast(Tensor, slot.param.grad))
-                    if (kept := self.low.kept(slot.param)) is not None:
-                        slot.view.add_(kept)
                     if self.health is not None:
                         self.health.measure_in_place(slot)
         bucket.loose.clear()
@@ -299,8 +352,14 @@ class Reducer:
     def run_hook(self, bucket: GradBucket) -> Future[Any]:
         """Let the communication hook reduce a bucket."""
         state, hook = cast("tuple[Any, Hook]", self.hook)
-        with self._deferral.collecting(), torch.no_grad():
-            return hook(state, bucket)
+        with self._deferral.calling(), torch.no_grad():
+            future = hook(state, bucket)
+        if not isinstance(future, torch._C.Future):
+            raise TypeError(
+                f"the communication hook {getattr(hook, '__name__', hook)} returned "
+                f"{type(future).__name__}: it must return a torch.futures.Future of the flat result"
+            )
+        return future
 
     # The end of backward
 
@@ -386,7 +445,7 @@ class Reducer:
         """Take part with what a parameter that was not used has: an earlier gradient, or zeros."""
         if slot.bucket.sparse:
             return
-        grad = slot.param.grad if self.low is None else self.low.kept(slot.param)
+        grad = slot.param.grad
         if grad is None:
             slot.view.zero_()
         elif grad is slot.view:
@@ -410,7 +469,7 @@ class Reducer:
 
     def _hand_out(self, absent: Sequence[Slot]) -> None:
         """Make the pieces of the buckets the gradients, but of parameters that no rank used."""
-        for slot in self._graphs:
+        for slot in self._kept:
             cast(Tensor, slot.param.grad).data.copy_(slot.view)
         for bucket, _ in self._works:
             if bucket.sparse:
@@ -419,13 +478,20 @@ class Reducer:
                     result.div_(self.divisor)
                 if self.health is not None:
                     self.health.measure_result(bucket, result)
+        for _, bucket, _ in self._futures:
+            if bucket.sparse and self.usage.used_anywhere(slot := bucket.slots[0]):
+                slot.param.grad = slot.view
         if self.low is not None:
             self.low.restore()
         for slot in absent if self.low is None else self.slots:
-            if slot.left < slot.due or self.usage.used_anywhere(slot):
-                slot.param.grad = (
-                    slot.view if self.low is None else slot.view.to(slot.param.dtype, copy=True)
-                )
+            if slot.left == slot.due and not self.usage.used_anywhere(slot):
+                continue
+            grad = slot.param.grad
+            if self.low is not None or slot.stays:
+                result = slot.view.to(slot.param.dtype)
+                slot.param.grad = result.clone() if grad is None else grad.copy_(result)
+            else:
+                slot.param.grad = slot.view
 
     # For others
 
@@ -488,8 +554,7 @@ class Reducer:
 
     def remove_hooks(self) -> None:
         """Let go of the parameters."""
-        for handle in self._handles:
-            handle.remove()
+        _remove(self._handles)
 
 
 def _take_result(given: GradBucket, bucket: Bucket, result: Tensor) -> None:
@@ -501,7 +566,7 @@ def _take_result(given: GradBucket, bucket: Bucket, result: Tensor) -> None:
             f"{bucket.numel} elements: its future must hold one flat tensor of that many"
         )
     if bucket.sparse:
-        bucket.slots[0].param.grad = bucket.slots[0].view = result
+        bucket.slots[0].view = result
     elif result.data_ptr() != bucket.flat.data_ptr():
         bucket.flat.copy_(result.view(-1))
 
@@ -543,7 +608,7 @@ def _arrival(reference: weakref.ref[Reducer], slot: Slot) -> Callable[[Tensor], 
         reducer._order.append(slot)
         bucket = slot.bucket
         if grad is not slot.view:
-            if slot.is_large:
+            if slot.at_once:
                 reducer._move_in(slot, grad)
             else:
                 bucket.loose.append(slot)
@@ -561,6 +626,51 @@ def _on_output(reducer: weakref.ref[Reducer], key: int, _: Tensor) -> None:
         alive.on_output(key)
 
 
-def _on_end(reducer: weakref.ref[Reducer]) -> None:
-    if (alive := reducer()) is not None:
-        alive.on_end()
+class _End:
+    """What autograd calls at the end of a backward pass, or drops if an exception leaves it."""
+
+    def __init__(self, reducer: weakref.ref[Reducer]) -> None:
+        self._reducer = reducer
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        if (alive := self._reducer()) is not None:
+            alive.on_end()
+
+    def __del__(self) -> None:
+        if not self._called and (alive := self._reducer()) is not None:
+            alive.on_lost()
+
+
+_slots: Any = WeakIdKeyDictionary()  # lists of references to slots, by parameter
+
+
+def _share(slots: Sequence[Slot]) -> None:
+    """Let the slots of parameters that several reducers have know of it."""
+    for slot in slots:
+        alive = [each for each in _slots.get(slot.param, []) if each() is not None]
+        _slots[slot.param] = [*alive, weakref.ref(slot)]
+        if alive:
+            for each in _slots[slot.param]:
+                each().is_shared = True
+
+
+def _remove(handles: Sequence[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+# Of the parameter, of two variables and of the call that asks.
+_REFERENCES = 4
+
+
+def _is_held(grad: Tensor) -> bool:
+    """Say whether somebody else has a gradient, who expects the result in its memory.
+
+    Either as an object, or because it is a piece of something larger.
+    """
+    return (
+        sys.getrefcount(grad) > _REFERENCES
+        or grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
+    )
