@@ -150,7 +150,7 @@ class Deferral:
             self.called_at = None
 
 
-_PATIENCE = 5.0  # seconds that a call may take before its futures are completed for it
+_PATIENCE = 2.0  # seconds that a call may take before its futures are completed for it
 
 
 @functools.cache
@@ -219,6 +219,18 @@ def _rootless(error: Exception) -> Exception:
     """
     trace = error.__traceback__
     return error.with_traceback(trace.tb_next if trace is not None else None)
+
+
+def beyond_futures(error: Exception) -> Exception:
+    """Return an error that was raised by waiting for a future, without the frames of the wait."""
+    trace = error.__traceback__
+    trace = trace and trace.tb_next  # of whoever asks
+    while trace is not None and trace.tb_frame.f_code.co_filename in (
+        __file__,
+        torch.futures.__file__,
+    ):
+        trace = trace.tb_next
+    return error.with_traceback(trace)
 
 
 class CompletedWork(Work):

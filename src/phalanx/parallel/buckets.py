@@ -252,8 +252,12 @@ class Bucket:
         for slot in self.slots:
             # Not a view for autograd, so that a gradient can be detached in place as any other.
             shape, stride = slot.param.shape, _dense_stride(slot.param)
-            slot.view = torch.empty(0, dtype=self.dtype).set_(storage, offset, shape, stride)
-            offset += slot.param.numel()
+            view = torch.empty(0, dtype=self.dtype).set_(storage, offset, shape, stride)
+            old, offset = slot.view, offset + slot.param.numel()
+            # References of the slot, of `old`, of the parameter and of the call are ours.
+            if slot.param.grad is old and sys.getrefcount(old) <= 4:
+                slot.param.grad = view.copy_(old)
+            slot.view = view
         self._storage = storage._cdata
         del storage  # or it would count
         self._owners = self._count_owners()

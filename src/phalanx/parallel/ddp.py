@@ -168,6 +168,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._module_buffers = Buffers(module, self.parameters_to_ignore)
         self._divide_by_initial_world_size = True
         self._low: LowPrecision | None = None
+        self._lowered = False  # by the present forward pass
 
         parameters, _ = self._build_params_for_reducer()
         if init_sync:
@@ -258,7 +259,13 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
         inputs, kwargs = self._pre_forward(*inputs, **kwargs)
-        return self._post_forward(self.module(*inputs, **kwargs))
+        try:
+            output = self.module(*inputs, **kwargs)
+        except BaseException:
+            if self._low is not None and self._lowered:
+                self._low.restore()
+            raise
+        return self._post_forward(output)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -287,7 +294,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         if self._will_sync_buffers(BufferCommHookLocation.PRE_FORWARD):
             self._sync_buffers()
         if self._low is not None:
-            self._low.lower()
+            self._lowered = self._low.lower()
             if (dtype := self._low.dtype) is not None:
                 inputs, kwargs = cast_floats(inputs, dtype), cast_floats(kwargs, dtype)
         return inputs, kwargs
@@ -307,7 +314,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             if self._low is not None:
                 if torch.is_grad_enabled():
                     self._low.restore_after_backward(tensors_in(output))
-                else:
+                elif self._lowered:  # unless another forward pass waits for its backward
                     self._low.restore()
         if self._delayed is not None:
             self._delayed.attach()

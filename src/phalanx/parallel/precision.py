@@ -42,16 +42,17 @@ class LowPrecision:
             param._mp_param = torch.empty(0, dtype=dtype)
 
     @torch.no_grad()
-    def lower(self) -> None:
-        """Put the lower precision in place."""
+    def lower(self) -> bool:
+        """Put the lower precision in place; say whether it was not there already."""
         if self.is_low:
             self._check_unchanged()
-            return
+            return False
         self.is_low = True
         for param in self.parameters:
             param._fp_param = param.data
             param.data = param._mp_param = param.data.to(self.dtype)
         self._versions = [param._version for param in self.parameters]
+        return True
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -31,7 +31,7 @@ from phalanx.parallel.precision import LowPrecision
 from phalanx.parallel.statistics import Statistics
 from phalanx.parallel.unused import Usage
 from phalanx.types import ReduceOp
-from phalanx.work import Deferral, Work
+from phalanx.work import Deferral, Work, beyond_futures
 from phalanx.world import active
 
 Hook = Callable[[Any, GradBucket], Future[Any]]
@@ -178,6 +178,8 @@ class Reducer:
         if self._running:
             self._running = self._armed = False
             self._lost = True
+            if self.low is not None:
+                self.low.restore()
 
     def _make_up(self) -> None:
         """Give the other ranks what a pass that was left by an exception owes them.
@@ -227,7 +229,7 @@ class Reducer:
 
     def on_output(self, key: int) -> None:
         """A gradient has reached an output of the module."""
-        if _in_autograd_grad():
+        if _is_for_inputs():
             return
         self._open.discard(key)
         if not self._running:
@@ -276,6 +278,9 @@ class Reducer:
                     grad is not None and grad is not slot.view and _is_held(grad)
                 )
                 slot.at_once = slot.is_large or slot.stays
+                hooks: Any = slot.param._post_accumulate_grad_hooks
+                if len(hooks) > 1:  # ours comes last, so that it sees what the others make of it
+                    hooks.move_to_end(self._handles[slot.index].id)
                 if not slot.due:
                     self._contribute(slot)
         Variable._execution_engine.queue_callback(_End(weakref.ref(self)))
@@ -395,6 +400,8 @@ class Reducer:
             self._launch_rest(shadowing)
             self._wait()
         except BaseException:
+            if self.low is not None:
+                self.low.restore()
             self._reset()  # whoever goes on after that begins anew
             raise
         self.statistics.communication_ends()
@@ -413,6 +420,8 @@ class Reducer:
                 for bucket in self.buckets:
                     bucket.expected = sum(slot.due > 0 for slot in bucket.slots)
         finally:
+            if self.low is not None:
+                self.low.restore()
             unused = sum(slot.param.numel() * slot.param.element_size() for slot in absent)
             num_reduced = len(self._works) + len(self._futures)
             self.statistics.pass_ends(self.usage, num_reduced, unused)
@@ -461,7 +470,13 @@ class Reducer:
         if self._futures:
             self._deferral.complete()
             for given, bucket, future in self._futures:
-                value = future.wait()
+                try:
+                    value = future.wait()
+                except Exception as error:
+                    # Without what leads to the future, which holds the error: C++ would keep both.
+                    self._futures = []
+                    del given, future
+                    raise beyond_futures(error) from None
                 result = value[0] if isinstance(value, list | tuple) else value
                 _take_result(given, bucket, result)
                 if self.health is not None:
@@ -578,12 +593,17 @@ def _no_rows(param: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
 
 
-def _in_autograd_grad() -> bool:
-    """Say whether the running pass is of torch.autograd.grad, which accumulates nothing."""
+def _is_for_inputs() -> bool:
+    """Say whether the running pass is for given inputs, as of torch.autograd.grad.
+
+    It accumulates to those parameters only that are among the inputs, if any.
+    """
     frame: Any = sys._getframe(3)
     while frame is not None and frame.f_code.co_filename.endswith(_AUTOGRAD):
         if frame.f_code is torch.autograd.grad.__code__:
             return True
+        if frame.f_code is torch.autograd.backward.__code__:
+            return bool(frame.f_locals.get("inputs") is not None)
         frame = frame.f_back
     return False
 
