@@ -280,7 +280,8 @@ class Reducer:
                 slot.at_once = slot.is_large or slot.stays
                 hooks: Any = slot.param._post_accumulate_grad_hooks
                 if len(hooks) > 1:  # ours comes last, so that it sees what the others make of it
-                    hooks.move_to_end(self._handles[slot.index].id)
+                    key = self._handles[slot.index].id
+                    hooks[key] = hooks.pop(key)
                 if not slot.due:
                     self._contribute(slot)
         Variable._execution_engine.queue_callback(_End(weakref.ref(self)))
