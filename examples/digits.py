@@ -119,9 +119,12 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+LAUNCHED = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID"}
+
+
 def main() -> None:
     options = parse()
-    if {"RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys():  # torchrun or mpirun started this rank
+    if LAUNCHED & os.environ.keys():  # by torchrun, mpirun or srun, with a rank
         dist.init_process_group()
         train(options)
         dist.destroy_process_group()

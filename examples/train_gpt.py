@@ -157,6 +157,8 @@ def load_text(options: argparse.Namespace) -> tuple[DataLoader[Any], DataLoader[
 def endless(loader: DataLoader[Any]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield batches for ever, those of each epoch in another order."""
     sampler: Any = loader.sampler
+    if len(loader) == 0:
+        raise ValueError("the text is too short for one batch per rank: try a smaller --context")
     while True:
         yield from loader
         sampler.set_epoch(sampler.epoch + 1)
@@ -246,23 +248,36 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=2, help="how many (without a launcher)")
+    parser.add_argument("--ranks", type=positive, default=2, help="how many (without a launcher)")
     parser.add_argument("--threads", action="store_true", help="ranks are threads, not processes")
     parser.add_argument("--fresh", action="store_true", help="forget the checkpoint")
     parser.add_argument("--out", type=Path, default=Path("out"), help="for checkpoint and curve")
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--every", type=int, default=100, help="steps between checkpoints")
-    parser.add_argument("--batch", type=int, default=2, help="pieces of text in a batch")
-    parser.add_argument("--accumulate", type=int, default=2, help="batches per rank and step")
-    parser.add_argument("--context", type=int, default=128, help="bytes in a piece")
-    parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--steps", type=positive, default=2000)
+    parser.add_argument("--every", type=positive, default=100, help="steps between checkpoints")
+    parser.add_argument("--batch", type=positive, default=2, help="pieces of text in a batch")
+    parser.add_argument("--accumulate", type=positive, default=2, help="batches per rank and step")
+    parser.add_argument("--context", type=positive, default=128, help="bytes in a piece")
+    parser.add_argument("--width", type=positive, default=128)
+    parser.add_argument("--heads", type=positive, default=4)
+    parser.add_argument("--layers", type=positive, default=3)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--lr", type=float, default=4e-3, help="the highest learning rate")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sample", type=int, default=600, help="bytes to write at the end")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.width % (2 * options.heads):
+        parser.error(f"--width must be a multiple of twice --heads, got {options.width}")
+    return options
+
+
+def positive(text: str) -> int:
+    """Read a number of things of which there is at least one."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return int(text)
+
+
+LAUNCHED = {"RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_STEP_ID"}
 
 
 def main() -> None:
@@ -270,7 +285,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     if options.fresh:
         (options.out / "checkpoint.pt").unlink(missing_ok=True)
-    if {"RANK", "OMPI_COMM_WORLD_RANK"} & os.environ.keys():  # torchrun or mpirun started this rank
+    if LAUNCHED & os.environ.keys():  # by torchrun, mpirun or srun, with a rank
         dist.init_process_group()
         train(options)
         dist.destroy_process_group()

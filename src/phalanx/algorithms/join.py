@@ -207,7 +207,8 @@ class Join:
         """
         _check_constructed(joinable)
         config = joinable._join_config
-        if not config.enable or not config.is_first_joinable:
+        # A hook of a rank that has joined may go through the joinable's own step.
+        if not config.enable or not config.is_first_joinable or joinable._has_joined:
             return None
         group = resolve(joinable.join_process_group)
         count = _count(active=True)

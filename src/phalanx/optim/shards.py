@@ -94,7 +94,7 @@ class LooseShards:
         self._plan()
 
     def _plan(self) -> None:
-        self._dtypes = self._types()
+        self._planned_for = self._kinds()
         large = [[p for p in shard if _is_large(p)] for shard in self._shards]
         self._rounds = [
             [shard[i] if i < len(shard) else None for shard in large]
@@ -113,13 +113,13 @@ class LooseShards:
             for pieces, sections in zip(self._packed, self._sections, strict=True)
         ]
 
-    def _types(self) -> list[torch.dtype]:
-        return [param.dtype for shard in self._shards for param in shard]
+    def _kinds(self) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+        return [(param.dtype, param.stride()) for shard in self._shards for param in shard]
 
     @torch.no_grad()
     def exchange(self) -> None:
         """Give all ranks the parameters of each rank's shard."""
-        if self._types() != self._dtypes:
+        if self._kinds() != self._planned_for:
             self._plan()
         rank = self._group.rank()
         nothing = torch.empty(0, dtype=torch.uint8)

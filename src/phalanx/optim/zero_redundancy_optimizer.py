@@ -147,13 +147,16 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             _log.warning("step() does nothing with overlap_with_ddp: backward has made the step")
             return None
         notified = Join.notify_join_context(self)
-        self._verify_across_ranks()
-        if self._join_config.enable:
-            self._take_over_options(self._has_joined)
+        if self._has_joined:
+            self._agree(self._options())
+        options = self._options()
         _copy_options(self.param_groups, self.optim.param_groups)
         if closure is not None:
             kwargs["closure"] = closure
         loss: float | None = self.optim.step(**kwargs)
+        if not self._has_joined:
+            # Not before the closure, whose passes a rank that has joined shadows first.
+            self._agree(options)
         _copy_options(self.optim.param_groups, self.param_groups)
         if notified is not None:
             notified.wait()
@@ -183,12 +186,24 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 )
         self._verified = True
 
-    def _take_over_options(self, has_joined: bool) -> None:
-        """Let ranks that have joined, whose schedules stand still, have the others' options."""
-        everybody: list[Any] = [None] * self.world_size
-        own = [
+    def _agree(self, options: list[dict[str, Any]]) -> None:
+        """Make sure that all ranks have the same parameters and, under Join, the same options."""
+        self._verify_across_ranks()
+        if self._join_config.enable:
+            self._take_over_options(self._has_joined, options)
+
+    def _options(self) -> list[dict[str, Any]]:
+        """Return the options of the parameter groups as they are now."""
+        return [
             {k: v for k, v in group.items() if k not in _OF_PARAMS} for group in self.param_groups
         ]
+
+    def _take_over_options(
+        self, has_joined: bool, options: list[dict[str, Any]] | None = None
+    ) -> None:
+        """Let ranks that have joined, whose schedules stand still, have the others' options."""
+        everybody: list[Any] = [None] * self.world_size
+        own = options or self._options()
         all_gather_object(everybody, None if has_joined else own, self.process_group)
         if has_joined:
             _copy_options(next(filter(None, everybody)), self.param_groups)

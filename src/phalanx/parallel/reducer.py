@@ -274,8 +274,9 @@ class Reducer:
             self._renew_held()
             for slot in self.slots:
                 grad = slot.param.grad
-                slot.stays = slot.is_shared or (
-                    grad is not None and grad is not slot.view and _is_held(grad)
+                slot.stays = not slot.sparse and (
+                    slot.is_shared
+                    or (grad is not None and grad is not slot.view and _is_held(grad))
                 )
                 slot.at_once = slot.is_large or slot.stays
                 hooks: Any = slot.param._post_accumulate_grad_hooks
