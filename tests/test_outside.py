@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import random
 import signal
@@ -20,6 +21,12 @@ import phalanx as dist
 from phalanx import _native
 from phalanx.debug import outside, ps, stacks, top, verdict, why
 from phalanx.debug.outside import Job
+
+
+@pytest.fixture(autouse=True)
+def _no_worlds_of_other_tests() -> None:
+    gc.collect()  # a world that only garbage refers to can still be seen
+    assert outside.look([os.getpid()]).jobs == []
 
 
 @pytest.fixture(scope="module")

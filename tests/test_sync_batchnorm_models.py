@@ -187,6 +187,7 @@ def test_in_a_compiled_model():
 
 
 def _train_a_network() -> list[torch.Tensor]:
+    torch.set_num_threads(1)  # how torch divides its sums depends on it
     model = SyncBatchNorm.convert_sync_batchnorm(convolutional())
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(3):
@@ -200,7 +201,9 @@ def _train_a_network() -> list[torch.Tensor]:
 
 
 def test_threads_and_processes_agree_to_the_bit():
+    num_threads = torch.get_num_threads()
     threads = run_ranks(_train_a_network, 2)
+    torch.set_num_threads(num_threads)
     processes = run_ranks(_train_a_network, 2, ranks="processes")
     for result in (*threads[1:], *processes):
         assert all(torch.equal(a, b) for a, b in zip(result, threads[0], strict=True))

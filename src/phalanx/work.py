@@ -133,6 +133,12 @@ class Deferral:
                 work, future = self._queue.popleft()
                 work._fulfil(future)
 
+    def abandon(self) -> list[Work]:
+        """Forget the futures, and return the works that still run."""
+        works = [work for work, _ in self._queue]
+        self._queue.clear()
+        return works
+
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Collect futures while foreign code runs, which may wait for them in its own way.
@@ -193,23 +199,27 @@ class DeferredFuture(Future[Any]):
     def then(self, callback: Callable[[Future[Any]], Any]) -> Future[Any]:
         outcome = DeferredFuture(self._deferral)
 
-        super().then(partial(_pass_on, callback, self, outcome))
+        # Weakly: what C++ keeps, the garbage collector does not see.
+        super().then(partial(_pass_on, callback, weakref.ref(self), outcome))
         return outcome
 
 
 def _pass_on(
     callback: Callable[[Future[Any]], Any],
-    future: Future[Any],
+    reference: weakref.ref[Future[Any]],
     outcome: Future[Any],
-    _: Future[Any],
+    completed: Future[Any],
 ) -> None:
-    """Let ``outcome`` become what the callback makes of ``future``."""
+    """Let ``outcome`` become what the callback makes of a future."""
     try:
-        value = callback(future)
+        value = callback(reference() or completed)
     except Exception as error:
         outcome.set_exception(_rootless(error))
     else:
         outcome.set_result(value)
+    finally:
+        # The error's traceback leads here, by way of the callback's caller.
+        del outcome, completed
 
 
 def _rootless(error: Exception) -> Exception:

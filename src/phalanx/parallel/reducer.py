@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.autograd import Variable, profiler
 from torch.autograd.profiler import record_function
 from torch.futures import Future
-from torch.utils.weak import WeakIdKeyDictionary
 
 from phalanx import collectives
 from phalanx._native import copy_all
@@ -27,6 +26,7 @@ from phalanx.parallel.buckets import (
     compute_bucket_assignment_by_size,
 )
 from phalanx.parallel.health import GradientHealth
+from phalanx.parallel.ownership import is_held, share
 from phalanx.parallel.precision import LowPrecision
 from phalanx.parallel.statistics import Statistics
 from phalanx.parallel.unused import Usage
@@ -107,7 +107,7 @@ class Reducer:
             )
             for slot in self.slots
         ]
-        _share(self.slots)
+        share(self.slots)
         weakref.finalize(self, _remove, self._handles)
 
     def _build(self, indices: Sequence[Sequence[int]]) -> None:
@@ -178,6 +178,9 @@ class Reducer:
         if self._running:
             self._running = self._armed = False
             self._lost = True
+            # Nobody will ask for the futures of hooks any more, and they hold on to much.
+            self._futures = []
+            self._works += [(self.buckets[0], work) for work in self._deferral.abandon()]
             if self.low is not None:
                 self.low.restore()
 
@@ -275,8 +278,7 @@ class Reducer:
             for slot in self.slots:
                 grad = slot.param.grad
                 slot.stays = not slot.sparse and (
-                    slot.is_shared
-                    or (grad is not None and grad is not slot.view and _is_held(grad))
+                    slot.is_shared or (grad is not None and grad is not slot.view and is_held(grad))
                 )
                 slot.at_once = slot.is_large or slot.stays
                 hooks: Any = slot.param._post_accumulate_grad_hooks
@@ -665,34 +667,6 @@ class _End:
             alive.on_lost()
 
 
-_slots: Any = WeakIdKeyDictionary()  # lists of references to slots, by parameter
-
-
-def _share(slots: Sequence[Slot]) -> None:
-    """Let the slots of parameters that several reducers have know of it."""
-    for slot in slots:
-        alive = [each for each in _slots.get(slot.param, []) if each() is not None]
-        _slots[slot.param] = [*alive, weakref.ref(slot)]
-        if alive:
-            for each in _slots[slot.param]:
-                each().is_shared = True
-
-
 def _remove(handles: Sequence[Any]) -> None:
     for handle in handles:
         handle.remove()
-
-
-# Of the parameter, of two variables and of the call that asks.
-_REFERENCES = 4
-
-
-def _is_held(grad: Tensor) -> bool:
-    """Say whether somebody else has a gradient, who expects the result in its memory.
-
-    Either as an object, or because it is a piece of something larger.
-    """
-    return (
-        sys.getrefcount(grad) > _REFERENCES
-        or grad.untyped_storage().nbytes() > grad.numel() * grad.element_size()
-    )
