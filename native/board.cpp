@@ -308,8 +308,8 @@ std::string Board::first_obituary(std::span<const int> ranks, bool ask_system) c
   // Something did end, so the system may be asked about the others: only it knows of a SIGKILL.
   auto died = [&](int rank) {
     auto presence = roster_->member(members_[rank]).presence.load();
-    return presence == Presence::Failed ||
-           (presence == Presence::Here && !roster_->obituary(members_[rank], true).empty());
+    return presence == Presence::Failed || (presence == Presence::Here && !seat(rank).left &&
+                                            !roster_->obituary(members_[rank], true).empty());
   };
   if (died(first)) return text;
   for (int rank = 0; rank < size(); ++rank)

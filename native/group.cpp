@@ -298,18 +298,20 @@ void Group::judge(Passage& passage, std::span<const int> missing, WaitFacts& fac
                                    "new_group(timeout=...)");
 }
 
-// A word on ranks that left the group after fewer collectives than this one.
+// A word on ranks that left the group after fewer collectives than this one, unless some died.
 std::string Group::uneven(const Passage& passage, std::span<const int> gone) const {
+  std::string word;
   for (int rank : gone) {
     uint64_t made = board_->seat(rank).newest;
-    bool left = board_->seat(rank).left ||
-                board_->roster().member(board_->world_rank(rank)).presence == Presence::Left;
-    if (left && made < passage.sequence)
-      return "\nrank " + std::to_string(board_->world_rank(rank)) + " left after " +
+    if (!board_->seat(rank).left &&
+        board_->roster().member(board_->world_rank(rank)).presence != Presence::Left)
+      return "";
+    if (word.empty() && made < passage.sequence)
+      word = "\nrank " + std::to_string(board_->world_rank(rank)) + " left after " +
              std::to_string(made) + " collectives on this group and this is number " +
              std::to_string(passage.sequence) + ": look for uneven numbers of batches or steps";
   }
-  return "";
+  return word;
 }
 
 void Group::check_deadlock(Passage& passage, const std::optional<std::string>& verdict) {
