@@ -9,6 +9,7 @@ another number of ranks. No sampler draws from torch's default generator.
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ class _Pass:
     yielded: int = 0
 
 
-class EpochSampler(Sampler[int]):
+class EpochSampler(Sampler[int], ABC):
     """Deal out an epoch's order of samples to ranks, and remember how far they have come.
 
     For own samplers: implement ``order``. All ranks get equally many samples: the last few of an
@@ -55,9 +56,9 @@ class EpochSampler(Sampler[int]):
         self._now: _Pass | None = None
         self._next = self._fresh()
 
+    @abstractmethod
     def order(self) -> Tensor:
         """Return the indices of the epoch, in the same order on all ranks."""
-        raise NotImplementedError
 
     def __iter__(self) -> Iterator[int]:
         self._now, self._next = self._next, self._fresh()

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from phalanx._native import copy_all
 from phalanx.collectives import all_gather
 from phalanx.group import ProcessGroup
 from phalanx.heap import empty_shared
+from phalanx.parallel.packing import places, room
 from phalanx.work import Work
 
-_ALIGNMENT = 64  # bytes, as torch aligns what it allocates
 _PIECE = 1 << 20  # bytes of one rank that are packed at a time: what a cache holds
 
 
@@ -63,10 +64,10 @@ class FlatShards:
         self._adopt()
 
     def _adopt(self) -> None:
-        sizes = [sum(_slot(param) for param in shard) for shard in self._shards]
+        sizes = [sum(room(param) for param in shard) for shard in self._shards]
         self._sections = list(torch.split(empty_shared(sum(sizes), dtype=torch.uint8), sizes))
         for shard, section in zip(self._shards, self._sections, strict=True):
-            for param, place in zip(shard, _places(shard, section), strict=True):
+            for param, place in zip(shard, places(shard, section), strict=True):
                 place.copy_(param.data)
                 param.data = place
         self._pointers = self._addresses()
@@ -105,11 +106,11 @@ class LooseShards:
             [shard[i] if i < len(shard) else [] for shard in pieces]
             for i in range(max(map(len, pieces)))
         ]
-        sizes = [[sum(map(_slot, piece)) for piece in pieces] for pieces in self._packed]
+        sizes = [[sum(map(room, piece)) for piece in pieces] for pieces in self._packed]
         self._memory = empty_shared(max(map(sum, sizes), default=0), dtype=torch.uint8)
         self._sections = [list(torch.split(self._memory[: sum(each)], each)) for each in sizes]
         self._slots = [
-            [list(_places(piece, section)) for piece, section in zip(pieces, sections, strict=True)]
+            [list(places(piece, section)) for piece, section in zip(pieces, sections, strict=True)]
             for pieces, sections in zip(self._packed, self._sections, strict=True)
         ]
 
@@ -127,26 +128,11 @@ class LooseShards:
             parts = [nothing if param is None else _bytes(param) for param in params]
             all_gather(parts, parts[rank], self._group)
         for pieces, sections, slots in zip(self._packed, self._sections, self._slots, strict=True):
-            _copy(slots[rank], pieces[rank])
+            copy_all(slots[rank], pieces[rank], False)
             all_gather(sections, sections[rank], self._group)
             for other, piece in enumerate(pieces):
                 if other != rank:
-                    _copy(piece, slots[other])
-
-
-def _slot(param: Tensor) -> int:
-    """Return how many bytes are set apart for a parameter."""
-    return -(-param.numel() * param.itemsize // _ALIGNMENT) * _ALIGNMENT
-
-
-def _places(params: Sequence[Tensor], section: Tensor) -> Iterator[Tensor]:
-    """Yield views of a section of memory, one behind the other, that are laid out as ``params``."""
-    offset = 0
-    for param in params:
-        strides = torch.empty_like(param, device="meta").stride()
-        memory = section[offset : offset + param.numel() * param.itemsize].view(param.dtype)
-        yield memory.as_strided(param.shape, strides)
-        offset += _slot(param)
+                    copy_all(piece, slots[other], False)
 
 
 def _is_large(param: Tensor) -> bool:
@@ -156,23 +142,18 @@ def _is_large(param: Tensor) -> bool:
 def _pieces(shard: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield the small parameters of a shard in lists that fit into a piece."""
     piece: list[Tensor] = []
-    room = _PIECE
+    left = _PIECE
     for param in shard:
         if _is_large(param) or not param.numel():
             continue
-        if piece and _slot(param) > room:
+        if piece and room(param) > left:
             yield piece
-            piece, room = [], _PIECE
+            piece, left = [], _PIECE
         piece.append(param)
-        room -= _slot(param)
+        left -= room(param)
     if piece:
         yield piece
 
 
 def _bytes(param: Tensor) -> Tensor:
     return param.detach().view(-1).view(torch.uint8)
-
-
-def _copy(to: list[Tensor], source: list[Tensor]) -> None:
-    if to:
-        torch._foreach_copy_(to, source)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from phalanx._native import copy_all
 from phalanx.heap import empty_shared
+from phalanx.parallel.packing import dense_stride
 
 Measured = Callable[[Sequence["Slot"], Sequence[float]], None]
 
@@ -116,8 +117,8 @@ class BucketCapacityConfig:
     ) -> tuple[list[int], list[int]]:
         """Return the limits for the first buckets and, unless they are the usual, for later ones.
 
-        Until it is known in which order gradients arrive, all are reduced at once, unless some
-        parameters may stay unused, when buckets are never made anew by torch.
+        Until it is known in which order gradients arrive, all are reduced at once. If some
+        parameters may stay unused there is no such order, and the first buckets stay.
         """
         if self.per_bucket_bytes_caps:
             return list(self.per_bucket_bytes_caps), list(self.per_bucket_bytes_caps)
@@ -251,7 +252,7 @@ class Bucket:
         storage, offset = self.flat.untyped_storage(), self.flat.storage_offset()
         for slot in self.slots:
             # Not a view for autograd, so that a gradient can be detached in place as any other.
-            shape, stride = slot.param.shape, _dense_stride(slot.param)
+            shape, stride = slot.param.shape, dense_stride(slot.param)
             view = torch.empty(0, dtype=self.dtype).set_(storage, offset, shape, stride)
             old, offset = slot.view, offset + slot.param.numel()
             # References of the slot, of `old`, of the parameter and of the call are ours.
@@ -305,8 +306,3 @@ class Bucket:
 
     def parameters(self) -> list[Tensor]:
         return [slot.param for slot in self.slots]
-
-
-def _dense_stride(tensor: Tensor) -> tuple[int, ...]:
-    """Return a parameter's strides if it lies dense in memory, else those of a contiguous one."""
-    return torch.empty_like(tensor, device="meta").stride()

@@ -164,7 +164,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.bucket_bytes_cap_list = list(self._bucket_config.per_bucket_bytes_caps)
         self._has_rebuilt_buckets = False
         self._lazy_init_ran = False
-        self._comm_hooks: list[tuple[Callable[..., Any], Any]] = []
         self._module_buffers = Buffers(module, self.parameters_to_ignore)
         self._divide_by_initial_world_size = True
         self._low: LowPrecision | None = None
@@ -288,7 +287,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             if work is not None:
                 work.wait()
                 if reducer is not None and not self._divide_by_initial_world_size:
-                    reducer.divisor = int(work.result()[0].item())
+                    reducer.exchange.divisor = int(work.result()[0].item())
         if syncing and reducer is not None and reducer.rebuild_buckets():
             self._has_rebuilt_buckets = True
         if self._will_sync_buffers(BufferCommHookLocation.PRE_FORWARD):
@@ -323,7 +322,7 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _is_recomputed(self) -> bool:
         """Say whether a running backward pass, from this forward pass, has called it again."""
         inside = torch._C._current_graph_task_id() != -1
-        return inside and hasattr(self, "reducer") and self.reducer.is_running
+        return inside and hasattr(self, "reducer") and self.reducer.running
 
     def _check_frozen(self) -> None:
         for name, param in self._frozen:
@@ -432,13 +431,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         except (TypeError, ValueError) as error:
             self._raise(type(error), str(error))
         self._check_reduces("register_comm_hook")
-        if self.reducer.hook is not None:
+        if self.reducer.exchange.hook is not None:
             self._raise(
                 RuntimeError,
                 "register_comm_hook or register_builtin_comm_hook can only be called once.",
             )
-        self.reducer.hook = (state, hook)
-        self._comm_hooks.append((hook, state))
+        self.reducer.exchange.hook = (state, hook)
         self.logger.set_fact("comm_hook", getattr(hook, "__qualname__", type(hook).__qualname__))
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
@@ -465,11 +463,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Step each parameter with an optimizer of this class as soon as its bucket is reduced."""
         from phalanx.algorithms._optimizer_overlap import _as_overlapped_optim
 
-        overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
-        try:
-            overlapped.register_ddp(self)
-        except NotImplementedError as error:
-            raise RuntimeError(f"{optim} does not support overlapped DDP") from error
+        _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
 
     def _setup_in_backward_optimizers(self) -> None:
         if not any(hasattr(p, "_in_backward_optimizers") for p in self._module_parameters):
@@ -537,8 +531,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         ``raises`` is False. Every rank must call it.
         """
         self._check_reduces("watch_gradients")
-        self.reducer.health = GradientHealth(raises)
-        return self.reducer.health
+        health = self.reducer.exchange.health = GradientHealth(raises)
+        return health
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Keep the times of every ``sample_rate``'th iteration, after the first ten."""

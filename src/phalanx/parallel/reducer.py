@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,7 +13,6 @@ from torch.autograd import Variable, profiler
 from torch.autograd.profiler import record_function
 from torch.futures import Future
 
-from phalanx import collectives
 from phalanx._native import copy_all
 from phalanx.group import ProcessGroup
 from phalanx.parallel.buckets import (
@@ -25,20 +22,16 @@ from phalanx.parallel.buckets import (
     Slot,
     compute_bucket_assignment_by_size,
 )
+from phalanx.parallel.events import Departure, End, arrival
+from phalanx.parallel.exchange import Exchange, zero_bucket
 from phalanx.parallel.health import GradientHealth
 from phalanx.parallel.ownership import is_held, share
 from phalanx.parallel.precision import LowPrecision
 from phalanx.parallel.statistics import Statistics
 from phalanx.parallel.unused import Usage
-from phalanx.types import ReduceOp
-from phalanx.work import Deferral, Work, beyond_futures
 from phalanx.world import active
 
-Hook = Callable[[Any, GradBucket], Future[Any]]
-
 _nothing = nullcontext()
-
-_AUTOGRAD = ("torch/autograd/graph.py", "torch/autograd/__init__.py")
 
 
 class Reducer:
@@ -66,7 +59,7 @@ class Reducer:
         statistics: Statistics,
     ) -> None:
         self.slots = list(slots)
-        self.group = group
+        self.exchange = Exchange(group)
         self.caps = caps
         self.find_unused_parameters = find_unused_parameters
         self.gradient_as_bucket_view = gradient_as_bucket_view
@@ -79,12 +72,9 @@ class Reducer:
         # In mixed precision gradients are reduced in a type of their own.
         self.low = low
         self.dtype = reduce_dtype
-        self.hook: tuple[Any, Hook] | None = None
         self.after_backward: list[Callable[[], None]] = []  # run once, when the next one is done
         self.on_finish: Callable[[], None] | None = None  # run whenever one is done
-        self.divisor: int | None = None  # of sums, if not the number of ranks
         self.joining = False  # whether ranks may have run out of input
-        self.health: GradientHealth | None = None
         self.late = False  # whether unused parameters are an error only in the next forward pass
         limits, _ = caps.compute_bucket_size_limits(static_graph, find_unused_parameters)
         tensors = [slot.param for slot in self.slots]
@@ -93,17 +83,14 @@ class Reducer:
         # Parameters are mostly used in the order in which they are defined.
         self._build(list(reversed(indices)))
         self._armed = False
-        self._running = False
+        self.running = False  # whether a backward pass is being reduced
         self._lost = False  # whether an exception has left a pass, which others may wait for
         self._carries = False  # whether there are gradients of passes that were not reduced
-        self._ticket = 0
-        self._open: set[int] = set()  # outputs that may still get a gradient
+        self._open: set[Departure] = set()  # from outputs that may still get a gradient
         self._reset()
-        # Weakly, so that a model that is wrapped no more is reduced no more.
-        self_ref = weakref.ref(self)
         self._handles: list[Any] = [
             slot.param.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                _arrival(self_ref, slot)
+                arrival(weakref.ref(self), slot)
             )
             for slot in self.slots
         ]
@@ -126,17 +113,20 @@ class Reducer:
             bucket.loose.clear()
         for slot in self.slots:
             slot.left = slot.due
-        self._order: list[Slot] = []
+        self.arrived: list[Slot] = []
         self._kept: list[Slot] = []  # whose gradients stay where they are, and get the result
         self._next = 0  # the bucket to be reduced next
-        self._works: list[tuple[Bucket, Work | None]] = []
-        self._deferral = Deferral()
-        self._futures: list[tuple[GradBucket, Bucket, Future[Any]]] = []
+        self.exchange.reset()
 
     @property
-    def is_running(self) -> bool:
-        """Whether a backward pass is being reduced."""
-        return self._running
+    def group(self) -> ProcessGroup:
+        """The ranks that train together."""
+        return self.exchange.group
+
+    @property
+    def health(self) -> GradientHealth | None:
+        """What watches the gradients, if anything."""
+        return self.exchange.health
 
     @property
     def learning(self) -> bool:
@@ -148,12 +138,11 @@ class Reducer:
     def arm(self, outputs: Sequence[Tensor]) -> None:
         """Expect a backward pass from these outputs of the module."""
         self._armed = True
-        reducer = weakref.ref(self)
         for output in outputs:
             if output.grad_fn is not None:
-                self._ticket += 1
-                self._open.add(self._ticket)
-                output.register_hook(partial(_on_output, reducer, self._ticket))  # type: ignore[no-untyped-call]
+                departure = Departure(weakref.ref(self))
+                self._open.add(departure)
+                output.register_hook(departure)  # type: ignore[no-untyped-call]
 
     def prepare_for_forward(self) -> None:
         """Begin an iteration; raise if the one before has left gradients out."""
@@ -165,24 +154,8 @@ class Reducer:
         """Raise on all ranks if gradients of the last backward pass are missing."""
         if self._lost:
             self._make_up()
-        elif self._order and not self._running:
+        elif self.arrived and not self.running:
             self._finish()
-
-    def check_lost(self) -> None:
-        """Make up for a pass that was left by an exception, if there is one."""
-        if self._lost:
-            self._make_up()
-
-    def on_lost(self) -> None:
-        """An exception has left backward."""
-        if self._running:
-            self._running = self._armed = False
-            self._lost = True
-            # Nobody will ask for the futures of hooks any more, and they hold on to much.
-            self._futures = []
-            self._works += [(self.buckets[0], work) for work in self._deferral.abandon()]
-            if self.low is not None:
-                self.low.restore()
 
     def _make_up(self) -> None:
         """Give the other ranks what a pass that was left by an exception owes them.
@@ -194,14 +167,7 @@ class Reducer:
             self._finish()
             return
         try:
-            self._wait()
-            for bucket in self.buckets[self._next :]:
-                if self.hook is not None:
-                    self.run_hook(self._zeros(bucket)).wait()
-                elif bucket.sparse:
-                    collectives.all_reduce(_no_rows(bucket.slots[0].param), group=self.group)
-                else:
-                    active(self.group).all_reduce(self._zeros(bucket).buffer(), self._op())
+            self.exchange.make_up(self.buckets[self._next :], len(self.buckets))
             self.usage.settle(self.group, (), find_unused=True, static_graph=False, abandoned=True)
         finally:
             for slot in self.slots:
@@ -230,19 +196,15 @@ class Reducer:
 
     # Backward
 
-    def on_output(self, key: int) -> None:
+    def on_output(self, departure: Departure) -> None:
         """A gradient has reached an output of the module."""
-        if _is_for_inputs():
-            return
-        self._open.discard(key)
-        if not self._running:
-            self.check_lost()
+        self._open.discard(departure)
+        if not self.running:
             self._begin()
 
     def on_stray(self, slot: Slot) -> bool:
         """A gradient has come outside of a running pass: say whether that begins one."""
         if self._armed:
-            self.check_lost()
             self._begin()
         else:
             slot.carried = self._carries = True
@@ -253,7 +215,12 @@ class Reducer:
         if slot.left < 0 and not self.learning:
             self.usage.raise_again(slot, self.static_graph)
 
-    def _move_in(self, slot: Slot, grad: Tensor) -> None:
+    def on_accumulated(self, slot: Slot) -> None:
+        """A gradient has accumulated in its bucket, where nothing is copied."""
+        if self.health is not None:
+            self.health.measure_in_place(slot)
+
+    def move_in(self, slot: Slot, grad: Tensor) -> None:
         """Copy a gradient into its bucket at once.
 
         A large one, while it is in the cache, and one that somebody else has to do with: that one
@@ -271,8 +238,10 @@ class Reducer:
             slot.param.grad = slot.view
 
     def _begin(self) -> None:
-        self._running = True
-        if not self._order:
+        if self._lost:
+            self._make_up()
+        self.running = True
+        if not self.arrived:
             self.statistics.backward_begins()
             self._renew_held()
             for slot in self.slots:
@@ -287,7 +256,7 @@ class Reducer:
                     hooks[key] = hooks.pop(key)
                 if not slot.due:
                     self._contribute(slot)
-        Variable._execution_engine.queue_callback(_End(weakref.ref(self)))
+        Variable._execution_engine.queue_callback(End(weakref.ref(self)))
 
     def _renew_held(self) -> None:
         """Leave alone the gradients of the last step that have been kept for something."""
@@ -296,7 +265,7 @@ class Reducer:
                 if not bucket.sparse and bucket.is_held():
                     bucket.renew()
 
-    def _launch_ready(self) -> None:
+    def launch_ready(self) -> None:
         """Reduce all buckets whose turn it is, but the last: nothing is left to overlap it with."""
         if self.learning:
             return
@@ -307,18 +276,9 @@ class Reducer:
     def _launch(self, bucket: Bucket, async_op: bool) -> None:
         self._next += 1
         self.statistics.communication_begins()
-        if bucket.sparse:
-            self._launch_sparse(bucket)
-            return
-        self._settle(bucket)
-        if self.hook is not None:
-            self._apply_hook(bucket, bucket.flat, bucket.gradients())
-            return
-        squares = None if self.health is None else self.health.place(bucket)
-        work = active(self.group).all_reduce(
-            bucket.flat, self._op(), async_op=async_op, squares=squares
-        )
-        self._works.append((bucket, work))
+        if not bucket.sparse:
+            self._settle(bucket)
+        self.exchange.launch(bucket, len(self.buckets), async_op)
 
     def _settle(self, bucket: Bucket) -> None:
         """Bring all gradients of a bucket into it."""
@@ -330,55 +290,18 @@ class Reducer:
             for slot in bucket.slots:
                 if slot.left < slot.due:
                     slot.view.copy_(cast(Tensor, slot.param.grad))
-                    if self.health is not None:
-                        self.health.measure_in_place(slot)
+                    self.on_accumulated(slot)
         bucket.loose.clear()
-
-    def _op(self) -> ReduceOp:
-        return ReduceOp.AVG if self.divisor is None else ReduceOp.premul_sum(1 / self.divisor)
-
-    def _launch_sparse(self, bucket: Bucket) -> None:
-        (slot,) = bucket.slots
-        grad = slot.param.grad
-        if grad is None:
-            grad = _no_rows(slot.param)
-        elif not grad.is_sparse:
-            raise RuntimeError(
-                f"the gradient of {slot.name} was to be sparse, as its module says, but is dense"
-            )
-        if self.hook is not None:
-            self._apply_hook(bucket, grad, [grad])
-            return
-        slot.view = grad
-        op = ReduceOp.AVG if self.divisor is None else ReduceOp.SUM
-        work = collectives.all_reduce(grad, op, self.group, async_op=True)
-        self._works.append((bucket, work))
-
-    def _apply_hook(self, bucket: Bucket, flat: Tensor, gradients: list[Tensor]) -> None:
-        given = GradBucket(bucket.index, len(self.buckets), flat, gradients, bucket.parameters())
-        self._futures.append((given, bucket, self.run_hook(given)))
-
-    def run_hook(self, bucket: GradBucket) -> Future[Any]:
-        """Let the communication hook reduce a bucket."""
-        state, hook = cast("tuple[Any, Hook]", self.hook)
-        with self._deferral.calling(), torch.no_grad():
-            future = hook(state, bucket)
-        if not isinstance(future, torch._C.Future):
-            raise TypeError(
-                f"the communication hook {getattr(hook, '__name__', hook)} returned "
-                f"{type(future).__name__}: it must return a torch.futures.Future of the flat result"
-            )
-        return future
 
     # The end of backward
 
     def on_end(self) -> None:
         """Backward has visited everything."""
-        if not self._running:
+        if not self.running:
             return
-        self._running = False
+        self.running = False
         if (
-            len(self._order) < len(self.slots)
+            len(self.arrived) < len(self.slots)
             and not (self.find_unused_parameters or self.learning)
             and (self.late or self._open)
             and any(slot.left > 0 for slot in self.slots if slot.param.requires_grad)
@@ -386,13 +309,22 @@ class Reducer:
             return  # another backward pass may bring them; the next forward pass looks again
         self._finish()
 
-    def _finish(self, abandoned: bool = False, shadowing: bool = False) -> None:
+    def on_lost(self) -> None:
+        """An exception has left backward."""
+        if self.running:
+            self.running = self._armed = False
+            self._lost = True
+            self.exchange.abandon()
+            if self.low is not None:
+                self.low.restore()
+
+    def _finish(self, shadowing: bool = False) -> None:
         """Reduce what has not been reduced, and hand out the gradients."""
         self._armed = False
         learning = self.learning
         self.statistics.computation_ends()
         absent = []
-        if len(self._order) < len(self.slots):
+        if len(self.arrived) < len(self.slots):
             absent = [slot for slot in self.slots if slot.left == slot.due]
             for slot in absent:
                 if slot.due or shadowing:
@@ -402,7 +334,7 @@ class Reducer:
                     slot.bucket.loose.append(slot)
         try:
             self._launch_rest(shadowing)
-            self._wait()
+            self.exchange.wait()
         except BaseException:
             if self.low is not None:
                 self.low.restore()
@@ -413,10 +345,9 @@ class Reducer:
             with record_function("search_unused_parameters") if self._is_profiled() else _nothing:
                 self.usage.settle(
                     self.group,
-                    self._order,
+                    self.arrived,
                     find_unused=self.find_unused_parameters or shadowing,
                     static_graph=self.static_graph and not shadowing,
-                    abandoned=abandoned,
                     joining=self.joining,
                 )
             self._hand_out(absent)
@@ -427,8 +358,7 @@ class Reducer:
             if self.low is not None:
                 self.low.restore()
             unused = sum(slot.param.numel() * slot.param.element_size() for slot in absent)
-            num_reduced = len(self._works) + len(self._futures)
-            self.statistics.pass_ends(self.usage, num_reduced, unused)
+            self.statistics.pass_ends(self.usage, self.exchange.num_launched, unused)
             if self._carries:
                 self._carries = False
                 for slot in self.slots:
@@ -467,37 +397,11 @@ class Reducer:
         else:
             slot.view.copy_(grad)
 
-    def _wait(self) -> None:
-        for _, work in self._works:
-            if work is not None:
-                work.wait()
-        if self._futures:
-            self._deferral.complete()
-            for given, bucket, future in self._futures:
-                try:
-                    value = future.wait()
-                except Exception as error:
-                    # Without what leads to the future, which holds the error: C++ would keep both.
-                    self._futures = []
-                    del given, future
-                    raise beyond_futures(error) from None
-                result = value[0] if isinstance(value, list | tuple) else value
-                _take_result(given, bucket, result)
-                if self.health is not None:
-                    self.health.measure_result(bucket, result)
-
     def _hand_out(self, absent: Sequence[Slot]) -> None:
         """Make the pieces of the buckets the gradients, but of parameters that no rank used."""
         for slot in self._kept:
             cast(Tensor, slot.param.grad).data.copy_(slot.view)
-        for bucket, _ in self._works:
-            if bucket.sparse:
-                result = bucket.slots[0].view
-                if self.divisor is not None:
-                    result.div_(self.divisor)
-                if self.health is not None:
-                    self.health.measure_result(bucket, result)
-        for _, bucket, _ in self._futures:
+        for bucket in self.buckets:
             if bucket.sparse and self.usage.used_anywhere(slot := bucket.slots[0]):
                 slot.param.grad = slot.view
         if self.low is not None:
@@ -530,28 +434,15 @@ class Reducer:
         self._renew_held()
         self._finish(shadowing=True)
 
-    def _zeros(self, bucket: Bucket) -> GradBucket:
-        if bucket.sparse:
-            flat = _no_rows(bucket.slots[0].param)
-            views = [flat]
-        else:
-            flat = torch.zeros(bucket.numel, dtype=bucket.dtype)
-            start = bucket.flat.storage_offset()
-            views = [
-                flat.as_strided(view.shape, view.stride(), view.storage_offset() - start)
-                for view in bucket.gradients()
-            ]
-        return GradBucket(bucket.index, len(self.buckets), flat, views, bucket.parameters())
-
     def change_group(self, group: ProcessGroup) -> None:
         """Go on with the ranks of another group, as if from the beginning."""
-        self.group = group
+        self.exchange.group = group
         self.usage = Usage(self.slots, self.statistics)
-        self.rebuilt = self._running = self._armed = False
+        self.rebuilt = self.running = self._armed = self._lost = False
         self._reset()
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
-        return [self._zeros(bucket) for bucket in self.buckets]
+        return [zero_bucket(bucket, len(self.buckets)) for bucket in self.buckets]
 
     def _get_local_used_map(self) -> Tensor:
         return self.usage.local_map()
@@ -563,108 +454,15 @@ class Reducer:
         return self.rebuild_buckets()
 
     def _run_comm_hook(self, bucket: GradBucket) -> Future[Any]:
-        return self._run_allreduce_hook(bucket) if self.hook is None else self.run_hook(bucket)
+        exchange = self.exchange
+        return exchange.average(bucket) if exchange.hook is None else exchange.run_hook(bucket)
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> Future[Any]:
-        """Average a bucket as is done without a hook."""
-        work = active(self.group).all_reduce(bucket.buffer(), self._op(), async_op=True)
-        with self._deferral.collecting():
-            return cast(Work, work).get_future().then(lambda future: future.value()[0])
+        return self.exchange.average(bucket)
 
     def remove_hooks(self) -> None:
         """Let go of the parameters."""
         _remove(self._handles)
-
-
-def _take_result(given: GradBucket, bucket: Bucket, result: Tensor) -> None:
-    """Put what a hook has made of a bucket in its place."""
-    if not isinstance(result, Tensor) or result.numel() != given.buffer().numel():
-        shown = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        raise RuntimeError(
-            f"the communication hook gave {shown} for bucket {bucket.index}, which holds "
-            f"{bucket.numel} elements: its future must hold one flat tensor of that many"
-        )
-    if bucket.sparse:
-        bucket.slots[0].view = result
-    elif result.data_ptr() != bucket.flat.data_ptr():
-        bucket.flat.copy_(result.view(-1))
-
-
-def _no_rows(param: Tensor) -> Tensor:
-    """Return a sparse gradient of a parameter of which nothing was used."""
-    indices = torch.empty(1, 0, dtype=torch.int64)
-    values = torch.empty(0, *param.shape[1:], dtype=param.dtype)
-    return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
-
-
-def _is_for_inputs() -> bool:
-    """Say whether the running pass is for given inputs, as of torch.autograd.grad.
-
-    It accumulates to those parameters only that are among the inputs, if any.
-    """
-    frame: Any = sys._getframe(3)
-    while frame is not None and frame.f_code.co_filename.endswith(_AUTOGRAD):
-        if frame.f_code is torch.autograd.grad.__code__:
-            return True
-        if frame.f_code is torch.autograd.backward.__code__:
-            return bool(frame.f_locals.get("inputs") is not None)
-        frame = frame.f_back
-    return False
-
-
-def _arrival(reference: weakref.ref[Reducer], slot: Slot) -> Callable[[Tensor], None]:
-    """Return what to call when the gradient of a parameter has been accumulated to.
-
-    Written for speed: it runs once per parameter and step.
-    """
-
-    def arrived(param: Tensor) -> None:
-        reducer = reference()
-        if reducer is None or not (reducer._running or reducer.on_stray(slot)):
-            return
-        grad = param.grad
-        if grad is None:  # undefined: as if there were none
-            return
-        left = slot.left = slot.left - 1
-        if left:
-            reducer.on_repeat(slot)
-            return
-        reducer._order.append(slot)
-        bucket = slot.bucket
-        if grad is not slot.view:
-            if slot.at_once:
-                reducer._move_in(slot, grad)
-            else:
-                bucket.loose.append(slot)
-        elif reducer.health is not None:
-            reducer.health.measure_in_place(slot)
-        pending = bucket.pending = bucket.pending - 1
-        if not pending:
-            reducer._launch_ready()
-
-    return arrived
-
-
-def _on_output(reducer: weakref.ref[Reducer], key: int, _: Tensor) -> None:
-    if (alive := reducer()) is not None:
-        alive.on_output(key)
-
-
-class _End:
-    """What autograd calls at the end of a backward pass, or drops if an exception leaves it."""
-
-    def __init__(self, reducer: weakref.ref[Reducer]) -> None:
-        self._reducer = reducer
-        self._called = False
-
-    def __call__(self) -> None:
-        self._called = True
-        if (alive := self._reducer()) is not None:
-            alive.on_end()
-
-    def __del__(self) -> None:
-        if not self._called and (alive := self._reducer()) is not None:
-            alive.on_lost()
 
 
 def _remove(handles: Sequence[Any]) -> None:

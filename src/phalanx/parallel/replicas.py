@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from phalanx._native import copy_all
 from phalanx.collectives import all_gather_single
 from phalanx.group import ProcessGroup
 from phalanx.heap import empty_shared
 from phalanx.objects import all_gather_object
+from phalanx.parallel.packing import places, room
 from phalanx.world import active
 
 _CHUNK_BYTES = 16 * 1024 * 1024
@@ -38,8 +40,8 @@ def verify_parameters(
     models: list[Any] = [None] * group.size()
     all_gather_object(models, own, group=group)
     raise RuntimeError(
-        "DDP expects same model across all ranks, but the parameters differ "
-        f"(DDP verifies: rank {group.ranks[group.rank()]}):\n{_differences(group, models)}\n"
+        f"rank {group.ranks[group.rank()]}: DistributedDataParallel needs the same model on all "
+        f"ranks, but the parameters differ:\n{_differences(group, models)}\n"
         "build the model from the same configuration on every rank"
     )
 
@@ -83,26 +85,20 @@ def broadcast_coalesced(
     batch: list[Tensor] = []
     size = 0
     for tensor in tensors:
-        nbytes = tensor.numel() * tensor.element_size()
-        if batch and size + nbytes > min(buffer_size, _CHUNK_BYTES):
-            _broadcast_flat(group, batch, size, src)
+        if batch and size + room(tensor) > min(buffer_size, _CHUNK_BYTES):
+            _broadcast_packed(group, batch, size, src)
             batch, size = [], 0
         batch.append(tensor)
-        size += nbytes
+        size += room(tensor)
     if batch:
-        _broadcast_flat(group, batch, size, src)
+        _broadcast_packed(group, batch, size, src)
 
 
-@torch.no_grad()
-def _broadcast_flat(group: ProcessGroup, tensors: list[Tensor], size: int, src: int) -> None:
-    flat = empty_shared(size, dtype=torch.uint8)
-    # As bytes, so that one exchange carries all element types.
-    pieces = flat.split([t.numel() * t.element_size() for t in tensors])  # type: ignore[no-untyped-call]
+def _broadcast_packed(group: ProcessGroup, tensors: list[Tensor], size: int, src: int) -> None:
+    memory = empty_shared(size, dtype=torch.uint8)
+    packed = list(places(tensors, memory))
     if group.rank() == src:
-        for tensor, piece in zip(tensors, pieces, strict=True):
-            piece.copy_(tensor.contiguous().view(-1).view(torch.uint8))
-    active(group).broadcast(flat, src)
+        copy_all(packed, tensors, False)
+    active(group).broadcast(memory, src)
     if group.rank() != src:
-        for tensor, piece in zip(tensors, pieces, strict=True):
-            # A piece may begin anywhere, and other types want their alignment: hence the copy.
-            tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
+        copy_all(tensors, packed, False)

@@ -35,7 +35,7 @@ class DDPJoinHook(JoinHook):
         syncing = announce_sync(ddp.process_group, False)
         if syncing:
             if not ddp._divide_by_initial_world_size:
-                ddp.reducer.divisor = self.num_active
+                ddp.reducer.exchange.divisor = self.num_active
             ddp.reducer.check_finished()
             if ddp.reducer.rebuild_buckets():
                 ddp._has_rebuilt_buckets = True
@@ -59,7 +59,7 @@ class DDPJoinHook(JoinHook):
             ddp.parameters_to_ignore,
             ddp.forward_sync_buffers,
         )
-        ddp.reducer.divisor = None
+        ddp.reducer.exchange.divisor = None
         if self._kept is not None:
             for slot, grad in zip(ddp.reducer.slots, self._kept, strict=True):
                 slot.param.grad = grad

@@ -16,6 +16,13 @@ from phalanx.types import ReduceOp
 
 _SHOWN = 10  # parameters named per rank
 
+ADVICE = (
+    "Either use them in the loss on every rank (all `forward` function outputs participate in "
+    "calculating loss), or freeze them (requires_grad_(False)) before wrapping the module, or "
+    "allow for it by passing the keyword argument `find_unused_parameters=True` to "
+    "DistributedDataParallel."
+)
+
 
 class Usage:
     """The agreement of all ranks, after each backward pass, on what was used in it.
@@ -116,14 +123,7 @@ class Usage:
                 "Expected to have finished reduction in the prior iteration, but some parameters "
                 "got no gradient in this backward pass.\n"
             )
-            fix = (
-                "Either use them in the loss on every rank (all `forward` function outputs "
-                "participate in calculating loss), or freeze them (requires_grad_(False)) before "
-                "wrapping the module, or allow for it by passing the keyword argument "
-                "`find_unused_parameters=True` to DistributedDataParallel. (Names are always "
-                "listed here; with torch's class you would set the environment variable "
-                "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL.)"
-            )
+            fix = ADVICE
         rank = group.ranks[group.rank()]
         lines = []
         if own:

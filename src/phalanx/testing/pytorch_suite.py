@@ -34,7 +34,7 @@ from phalanx.backends.base import GroupBackend
 from phalanx.backends.registry import Backend, BackendOptions
 from phalanx.optim import _apply_optimizer_in_backward as _apply_optimizer_in_backward
 from phalanx.optim import post_localSGD_optimizer as post_localSGD_optimizer
-from phalanx.parallel import buckets, buffers, ddp, precision, replicas, statistics
+from phalanx.parallel import buckets, buffers, ddp, precision, replicas, statistics, unused
 
 default = default_hooks
 post_localSGD = post_localSGD_hook
@@ -149,6 +149,10 @@ def _redirect() -> None:
     theirs.device_mesh.init_device_mesh = phalanx.init_device_mesh
     parallel: Any = torch.nn.parallel.distributed
     parallel._BufferCommHookLocation = buffers.BufferCommHookLocation
+    unused.ADVICE += (
+        " To see which they are, set the environment variable TORCH_DISTRIBUTED_DEBUG to either "
+        "INFO or DETAIL."
+    )
     tests = sys.modules.get("torch.testing._internal.distributed.distributed_test")
     if tests is None:
         return
