@@ -21,7 +21,7 @@ LAYERS = [
     {"algorithms", "data", "optim", "parallel"},
 ]
 # These may use all of the above, and none uses them.
-BESIDE = {"__main__", "cli", "debug", "launch", "random", "testing"}
+BESIDE = {"__main__", "cli", "debug", "launch", "random", "testing", "torch_backend"}
 
 
 def test_all_is_sorted_and_complete():
@@ -72,6 +72,8 @@ def test_imports_point_down():
 
 def test_torch_distributed_is_not_used():
     for path in ROOT.rglob("*.py"):
+        if path.parent.name == "torch_backend":  # which serves it
+            continue
         source = path.read_text()
         assert "import torch.distributed" not in source, path
         assert "from torch.distributed" not in source, path

@@ -6,6 +6,8 @@ Any other thread of a process may still send what its rank's peers wait for.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from weakref import WeakSet
 
 _marked: WeakSet[threading.Thread] = WeakSet()
@@ -18,6 +20,17 @@ def mark(thread: threading.Thread) -> threading.Thread:
     """Say that ``thread`` never communicates, and return it."""
     _marked.add(thread)
     return thread
+
+
+@contextmanager
+def standing_by() -> Iterator[None]:
+    """Have the calling thread be a bystander for the length of a block."""
+    thread = threading.current_thread()
+    _marked.add(thread)
+    try:
+        yield
+    finally:
+        _marked.discard(thread)
 
 
 def includes(thread: threading.Thread) -> bool:

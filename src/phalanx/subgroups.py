@@ -129,12 +129,28 @@ def split_group(
 
     All ranks of the parent must call this, in the same order, with the same disjoint lists.
     """
-    if not split_ranks:
-        raise ValueError("split_ranks must name at least one list of ranks")
     world = here()
     parent = resolve(parent_pg)
-    split = parent.num_splits
-    parent.num_splits += 1
+    mine = next_split(parent, split_ranks)
+    if mine is None:
+        return None
+    name, part = mine
+    return world.add_group(
+        name,
+        [parent.ranks[rank] for rank in part],
+        parent.config if backend is None else BackendConfig(backend),
+        seconds(default_pg_timeout if timeout is None else timeout),
+        pg_options,
+        group_desc or f"{parent.group_desc}:{name.rpartition('/')[2]}",
+    )
+
+
+def next_split(
+    parent: ProcessGroup, split_ranks: Sequence[Sequence[int]] | None
+) -> tuple[str, list[int]] | None:
+    """Return the name and the ranks of this rank's part of a group that is being split."""
+    if not split_ranks:
+        raise ValueError("split_ranks must name at least one list of ranks")
     seen: set[int] = set()
     mine: tuple[int, list[int]] | None = None
     for index, ranks in enumerate(split_ranks):
@@ -144,17 +160,10 @@ def split_group(
         seen.update(part)
         if parent.rank() in part:
             mine = index, part
+    number, parent.num_splits = parent.num_splits, parent.num_splits + 1
     if mine is None:
         return None
-    index, part = mine
-    return world.add_group(
-        f"{parent.group_name}/split{split}.{index}",
-        [parent.ranks[rank] for rank in part],
-        parent.config if backend is None else BackendConfig(backend),
-        seconds(default_pg_timeout if timeout is None else timeout),
-        pg_options,
-        group_desc or f"{parent.group_desc}:split:{split}",
-    )
+    return f"{parent.group_name}/split{number}.{mine[0]}", mine[1]
 
 
 def shrink_group(
@@ -171,6 +180,31 @@ def shrink_group(
     """
     world = here()
     old = resolve(group)
+    kept = leave_out(old, ranks_to_exclude, shrink_flags)
+    timeout = old.backend.timeout
+    if old is not world.default:
+        world.remove_group(old)
+        return world.add_group(
+            f"{old.group_name}/shrunk",
+            [old.ranks[rank] for rank in kept],
+            old.config,
+            timeout,
+            pg_options,
+            f"{old.group_desc}:shrunk",
+        )
+    from phalanx.stores import PrefixStore
+
+    slot, store = current_slot(), PrefixStore("shrunk", world.store)
+    slot.world = None
+    world.close()
+    slot.world = World.create(
+        kept.index(old.rank()), len(kept), store, old.config, timeout, pg_options, "default:shrunk"
+    )
+    return slot.world.default
+
+
+def leave_out(old: ProcessGroup, ranks_to_exclude: list[int], shrink_flags: int) -> list[int]:
+    """Return the ranks of a group that stay in it, and abort it if asked to."""
     if not isinstance(ranks_to_exclude, list):
         raise TypeError(
             f"ranks_to_exclude must be a list of ranks, got {type(ranks_to_exclude).__name__}"
@@ -192,27 +226,7 @@ def shrink_group(
         )
     if shrink_flags == SHRINK_ABORT:
         old.abort("the group is being shrunk")
-    kept = [rank for rank in range(old.size()) if rank not in excluded]
-    timeout = old.backend.timeout
-    if old is not world.default:
-        world.remove_group(old)
-        return world.add_group(
-            f"{old.group_name}/shrunk",
-            [old.ranks[rank] for rank in kept],
-            old.config,
-            timeout,
-            pg_options,
-            f"{old.group_desc}:shrunk",
-        )
-    from phalanx.stores import PrefixStore
-
-    slot, store = current_slot(), PrefixStore("shrunk", world.store)
-    slot.world = None
-    world.close()
-    slot.world = World.create(
-        kept.index(old.rank()), len(kept), store, old.config, timeout, pg_options, "default:shrunk"
-    )
-    return slot.world.default
+    return [rank for rank in range(old.size()) if rank not in excluded]
 
 
 def _checked(ranks: Sequence[int], size: int) -> list[int]:

@@ -134,7 +134,7 @@ class World:
 class Slot:
     """Where the world of a process, or of a rank that is a thread, is kept."""
 
-    __slots__ = ("world",)
+    __slots__ = ("__weakref__", "world")
 
     def __init__(self) -> None:
         self.world: World | None = None

@@ -22,6 +22,27 @@ _MONITOR = -2
 
 Call = tuple[str, tuple[Any, ...]]
 
+# The operations of the contract.
+MESSAGES = frozenset({"send", "recv"})
+COLLECTIVES = frozenset(
+    {
+        "all_gather",
+        "all_gather_single",
+        "all_reduce",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "broadcast",
+        "coalesce",
+        "gather",
+        "monitored_barrier",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "scatter",
+    }
+)
+
 
 class GroupBackend(ABC):
     """One group's transport, as one of its ranks sees it.

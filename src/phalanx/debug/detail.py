@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from phalanx import logs, profiling
-from phalanx.backends.base import Call, GroupBackend
+from phalanx.backends.base import COLLECTIVES, MESSAGES, Call, GroupBackend
 from phalanx.debug import diary, notes
 from phalanx.debug.diary import Diary
 from phalanx.debug.notes import Entry, Statistics
@@ -28,25 +28,6 @@ from phalanx.types import Timeout
 from phalanx.work import Work
 from phalanx.world import World
 
-_MESSAGES = frozenset({"send", "recv"})
-_COLLECTIVES = frozenset(
-    {
-        "all_gather",
-        "all_gather_single",
-        "all_reduce",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "broadcast",
-        "coalesce",
-        "gather",
-        "monitored_barrier",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_single",
-        "scatter",
-    }
-)
 _HEADING = "seen at debug level DETAIL:"
 
 _log = {True: logs.area("p2p"), False: logs.area("collectives")}
@@ -91,7 +72,7 @@ class Detailed:
 
     def __getattr__(self, name: str) -> Any:
         operation = getattr(self._backend, name)
-        if name in _COLLECTIVES or name in _MESSAGES:
+        if name in COLLECTIVES or name in MESSAGES:
             return partial(self._run, name, operation)
         return operation
 
@@ -106,7 +87,7 @@ class Detailed:
             raise
         finally:
             self._diary.end()
-            if name in _COLLECTIVES and not kwargs.get("async_op"):
+            if name in COLLECTIVES and not kwargs.get("async_op"):
                 self._issued = self._backend.sequence_number()
         return DetailedWork(result, call) if isinstance(result, Work) else result
 
@@ -115,7 +96,7 @@ class Detailed:
         calls: Sequence[Call] = args[0] if name == "coalesce" else [(name, args)]
         inputs = [tensor for each in calls for tensor in _inputs(*each, rank)]
         where = f"on group {group.group_name!r}"
-        if name in _MESSAGES:
+        if name in MESSAGES:
             peer, tag = args[1], args[2] if len(args) > 2 else 0
             ends = (rank, peer) if name == "send" else (peer, rank)
             key = f"{group.group_name} {ends[0]}>{ends[1]} {tag}"
@@ -138,7 +119,7 @@ class Detailed:
 
 
 def _say(call: Called) -> None:
-    log, found = _log[call.name in _MESSAGES], call.statistics
+    log, found = _log[call.name in MESSAGES], call.statistics
     log.debug("%s: %s, at %s", call, found, call.site)
     if found.num_nan or found.num_inf:
         log.warning(

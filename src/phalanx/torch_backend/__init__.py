@@ -1,0 +1,13 @@
+"""Phalanx as a backend of torch.distributed: ``init_process_group("phalanx")``.
+
+After an installation torch knows it without an import. Where it does not look for backends
+(``TORCH_DEVICE_BACKEND_AUTOLOAD=0``, or a source tree on the path), importing this does the same.
+
+``group`` is what torch calls, ``work`` what it is given for operations in flight, ``store`` how a
+store of torch serves Phalanx, ``worlds`` which of torch's groups share a Phalanx world, ``engines``
+who serves other devices, and ``lifted`` what torch keeps for its own backends unless told better.
+"""
+
+from phalanx_autoload import register
+
+register()

@@ -1,0 +1,490 @@
+"""A group of torch.distributed that Phalanx serves.
+
+Torch's functions call its methods, from Python or, as its DistributedDataParallel and functional
+collectives do, from C++. Each looks up what the options say and calls the function of Phalanx that
+does the same. An operation that torch would wait for is done when its method returns; others give
+a work. Tensors on other devices are passed to the engine that torch would use for them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from phalanx import coalescing, collectives, p2p
+from phalanx.backends.base import GroupBackend
+from phalanx.group import ProcessGroup
+from phalanx.torch_backend import lifted, theirs, worlds
+from phalanx.torch_backend.engines import Engines
+from phalanx.torch_backend.limits import Limited
+from phalanx.torch_backend.theirs import c10d, dist
+from phalanx.torch_backend.work import Completer, Done, TorchWork
+from phalanx.types import ReduceOp, seconds
+from phalanx.work import JoinedWork, Work
+from phalanx.world import World
+from phalanx_autoload import NAME
+
+_UNSET = timedelta(milliseconds=-1)  # a timeout in torch's options that nobody has set
+_CPU = torch.device("cpu")
+
+# By the number that torch gives them, which is the hash of its wrapper class.
+_OPS = {
+    int(getattr(c10d.ReduceOp, name)): getattr(ReduceOp, name)
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")
+}
+
+
+def create(options: Any, pg_options: Any = None) -> TorchGroup:
+    """Make a group for torch.distributed, as `Backend.register_backend` wants it."""
+    if pg_options is not None:
+        raise TypeError(
+            f"the backend {NAME!r} has no options of its own, got {type(pg_options).__name__}: "
+            "leave pg_options out"
+        )
+    lifted.lift()
+    world, inner = worlds.join(options)
+    return TorchGroup(world, inner, options.store, options.group_id)
+
+
+def _op(op: Any) -> ReduceOp:
+    """Translate a reduction of torch's."""
+    found: ReduceOp | None = _OPS.get(hash(op))
+    if found is not None:
+        return found
+    if op == c10d.ReduceOp.PREMUL_SUM:
+        return ReduceOp.premul_sum(op.factor)
+    raise ValueError(f"unknown reduce op {op!r}")
+
+
+class TorchGroup(theirs.ProcessGroup):  # type: ignore[misc]
+    """One rank's end of a group of torch.distributed."""
+
+    supports_splitting = True
+    supports_shrinking = True
+    supports_coalescing = False
+    supports_time_estimate = False
+    supports_tensor_alloc = False
+
+    def __init__(self, world: World, inner: ProcessGroup, store: Any, name: str) -> None:
+        super().__init__(inner.rank(), inner.size())
+        self._world = world
+        self._inner = inner
+        self._store = store
+        self._name = name
+        self._description = "undefined"
+        self._completer = Completer()
+        self._engines = Engines(self, store)
+        self._coalesced: list[Work] | None = None
+
+    # Who it is
+
+    def rank(self) -> int:
+        return self._inner.rank()
+
+    def size(self) -> int:
+        return self._inner.size()
+
+    getRank, getSize = rank, size
+
+    def name(self) -> str:
+        return NAME
+
+    getBackendName = _get_backend_name = name
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    @property
+    def inner(self) -> ProcessGroup:
+        """Phalanx's own group of the same ranks."""
+        return self._inner
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU, *self._engines.devices()]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self if device.type == "cpu" else self._engines.get(device)
+
+    @property
+    def options(self) -> Any:
+        options = c10d.Backend.Options(NAME, self._timeout)
+        options.global_ranks_in_group = list(self._inner.ranks)
+        options.group_name = self._name
+        return options
+
+    # How long it lives
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self._inner.backend.timeout)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._inner.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    def abort(self) -> None:
+        self._inner.abort("torch.distributed aborted the group")
+        self._engines.abort()
+        self.shutdown()
+
+    def shutdown(self) -> None:
+        worlds.leave(self._world, self._inner)
+        self._engines.close()
+        self._completer.close()
+
+    def _set_sequence_number_for_group(self) -> None:
+        pass  # it counts from the beginning
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._inner.sequence_number()
+
+    def _wait_for_pending_works(self) -> None:
+        self._inner.backend.barrier()
+
+    def _has_hooks(self) -> bool:
+        return False
+
+    def splitGroup(
+        self,
+        ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        *_: Any,
+    ) -> TorchGroup | None:
+        """Make a group of some of this group's ranks; all of its ranks must."""
+        if self.rank() not in ranks:
+            return None
+        members = [self._inner.ranks[rank] for rank in ranks]
+        name = group_name or f"{self._name}:{'-'.join(map(str, ranks))}"
+        purpose = group_desc or f"{self._description}:split"
+        limit = self._inner.backend.timeout if timeout is None else seconds(timeout)
+        inner = worlds.add(self._world, name, members, limit, purpose)
+        part = TorchGroup(self._world, inner, dist.PrefixStore(f"{name}/", self._store), name)
+        part.setGroupDesc(purpose)
+        return part
+
+    split_group = splitGroup
+
+    # Collectives
+
+    def allreduce(
+        self, tensors: Any, opts: Any = c10d.ReduceOp.SUM, timeout: timedelta | None = None
+    ) -> Any:
+        if type(opts) is not c10d.AllreduceOptions:
+            opts = _options(c10d.AllreduceOptions, timeout, reduceOp=opts)
+        tensor = _only(tensors)
+        if not tensor.is_cpu:
+            return self._engines.get(tensor.device).allreduce([tensor], opts)
+        group = self._within(opts.timeout)
+        return self._work(collectives.all_reduce(tensor, _op(opts.reduceOp), group, opts.asyncOp))
+
+    def broadcast(self, tensors: Any, opts: Any = 0, timeout: timedelta | None = None) -> Any:
+        if type(opts) is not c10d.BroadcastOptions:
+            opts = _options(c10d.BroadcastOptions, timeout, rootRank=opts)
+        tensor = _only(tensors)
+        if not tensor.is_cpu:
+            return self._engines.get(tensor.device).broadcast([tensor], opts)
+        group = self._within(opts.timeout)
+        return self._work(collectives.broadcast(tensor, None, group, opts.asyncOp, opts.rootRank))
+
+    def reduce(
+        self,
+        tensors: Any,
+        opts: Any = 0,
+        op: Any = c10d.ReduceOp.SUM,
+        timeout: timedelta | None = None,
+    ) -> Any:
+        if type(opts) is not c10d.ReduceOptions:
+            opts = _options(c10d.ReduceOptions, timeout, rootRank=opts, reduceOp=op)
+        tensor = _only(tensors)
+        if not tensor.is_cpu:
+            return self._engines.get(tensor.device).reduce([tensor], opts)
+        group = self._within(opts.timeout)
+        return self._work(
+            collectives.reduce(tensor, None, _op(opts.reduceOp), group, opts.asyncOp, opts.rootRank)
+        )
+
+    def allgather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
+    ) -> Any:
+        if type(opts) is not c10d.AllgatherOptions:
+            opts = _options(c10d.AllgatherOptions, opts if timeout is None else timeout)
+        outputs, tensor = _list(output_tensors), _only(input_tensors)
+        if not tensor.is_cpu:
+            return self._engines.get(tensor.device).allgather([outputs], [tensor], opts)
+        group = self._within(opts.timeout)
+        return self._work(collectives.all_gather(outputs, tensor, group, opts.asyncOp))
+
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        if opts is None:
+            opts = c10d.AllgatherOptions()
+        if not input.is_cpu:
+            return self._engines.get(input.device)._allgather_base(output, input, opts)
+        group = self._within(opts.timeout)
+        return self._work(collectives.all_gather_single(output, input, group, opts.asyncOp))
+
+    _allgather_base = all_gather_single
+
+    def gather(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = 0, timeout: Any = None
+    ) -> Any:
+        if type(opts) is not c10d.GatherOptions:
+            opts = _options(c10d.GatherOptions, timeout, rootRank=opts)
+        outputs, tensor = _list(output_tensors), _only(input_tensors)
+        if not tensor.is_cpu:
+            return self._engines.get(tensor.device).gather(output_tensors, input_tensors, opts)
+        group = self._within(opts.timeout)
+        return self._work(
+            collectives.gather(tensor, outputs, None, group, opts.asyncOp, opts.rootRank)
+        )
+
+    def scatter(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = 0, timeout: Any = None
+    ) -> Any:
+        if type(opts) is not c10d.ScatterOptions:
+            opts = _options(c10d.ScatterOptions, timeout, rootRank=opts)
+        tensor, inputs = _only(output_tensors), _list(input_tensors)
+        if not tensor.is_cpu:
+            return self._engines.get(tensor.device).scatter(output_tensors, input_tensors, opts)
+        group = self._within(opts.timeout)
+        return self._work(
+            collectives.scatter(tensor, inputs, None, group, opts.asyncOp, opts.rootRank)
+        )
+
+    def reduce_scatter(
+        self,
+        output_tensors: Any,
+        input_tensors: Any,
+        opts: Any = c10d.ReduceOp.SUM,
+        timeout: timedelta | None = None,
+    ) -> Any:
+        if type(opts) is not c10d.ReduceScatterOptions:
+            opts = _options(c10d.ReduceScatterOptions, timeout, reduceOp=opts)
+        tensor, inputs = _only(output_tensors), _list(input_tensors)
+        if not tensor.is_cpu:
+            return self._engines.get(tensor.device).reduce_scatter([tensor], [inputs], opts)
+        group = self._within(opts.timeout)
+        return self._work(
+            collectives.reduce_scatter(tensor, inputs, _op(opts.reduceOp), group, opts.asyncOp)
+        )
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
+        if opts is None:
+            opts = c10d.ReduceScatterOptions()
+        if not input.is_cpu:
+            return self._engines.get(input.device)._reduce_scatter_base(output, input, opts)
+        group = self._within(opts.timeout)
+        return self._work(
+            collectives.reduce_scatter_single(
+                output, input, _op(opts.reduceOp), group, opts.asyncOp
+            )
+        )
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def alltoall(
+        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
+    ) -> Any:
+        if type(opts) is not c10d.AllToAllOptions:
+            opts = _options(c10d.AllToAllOptions, opts if timeout is None else timeout)
+        if not input_tensors[0].is_cpu:
+            engine = self._engines.get(input_tensors[0].device)
+            return engine.alltoall(output_tensors, input_tensors, opts)
+        group = self._within(opts.timeout)
+        return self._work(
+            collectives.all_to_all(output_tensors, input_tensors, group, opts.asyncOp)
+        )
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+        timeout: Any = None,
+    ) -> Any:
+        if type(opts) is not c10d.AllToAllOptions:
+            opts = _options(c10d.AllToAllOptions, opts if timeout is None else timeout)
+        theirs, ours = list(output_split_sizes), list(input_split_sizes)
+        if not input.is_cpu:
+            engine = self._engines.get(input.device)
+            return engine.alltoall_base(output, input, theirs, ours, opts)
+        group = self._within(opts.timeout)
+        return self._work(
+            collectives.all_to_all_single(output, input, theirs, ours, group, opts.asyncOp)
+        )
+
+    alltoall_base = all_to_all_single
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        if type(opts) is not c10d.BarrierOptions:
+            opts = _options(c10d.BarrierOptions, opts if timeout is None else timeout)
+        group = self._within(opts.timeout)
+        return self._work(collectives.barrier(group, opts.asyncOp))
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        self._inner.monitored_barrier(timeout, wait_all_ranks)
+
+    # Several at once
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
+        opts = opts or c10d.AllreduceCoalescedOptions()
+        if not tensors[0].is_cpu:
+            return self._engines.get(tensors[0].device).allreduce_coalesced(list(tensors), opts)
+        op = _op(opts.reduceOp)
+        calls = ((tensor, op) for tensor in tensors)
+        return self._coalesce(collectives.all_reduce, calls, opts)
+
+    def allgather_coalesced(
+        self,
+        output_lists: Sequence[Sequence[Tensor]],
+        input_list: Sequence[Tensor],
+        opts: Any = None,
+    ) -> Any:
+        opts = opts or c10d.AllgatherOptions()
+        if not input_list[0].is_cpu:
+            engine = self._engines.get(input_list[0].device)
+            return engine.allgather_coalesced(output_lists, input_list, opts)
+        group = self._within(opts.timeout)
+        future = collectives.all_gather_coalesced(
+            [list(outputs) for outputs in output_lists], list(input_list), group, opts.asyncOp
+        )
+        return _DONE if future is None else c10d._create_work_from_future(future)
+
+    def all_gather_single_coalesced(
+        self, output_lists: Sequence[Tensor], input_list: Sequence[Tensor], opts: Any = None
+    ) -> Any:
+        opts = opts or c10d.AllgatherOptions()
+        if not input_list[0].is_cpu:
+            engine = self._engines.get(input_list[0].device)
+            return engine.allgather_into_tensor_coalesced(output_lists, input_list, opts)
+        calls = zip(output_lists, input_list, strict=True)
+        return self._coalesce(collectives.all_gather_single, calls, opts)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter_single_coalesced(
+        self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None
+    ) -> Any:
+        opts = opts or c10d.ReduceScatterOptions()
+        if not input_tensors[0].is_cpu:
+            engine = self._engines.get(input_tensors[0].device)
+            return engine.reduce_scatter_tensor_coalesced(output_tensors, input_tensors, opts)
+        op = _op(opts.reduceOp)
+        calls = ((*pair, op) for pair in zip(output_tensors, input_tensors, strict=True))
+        return self._coalesce(collectives.reduce_scatter_single, calls, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def _coalesce(
+        self, operation: Callable[..., Any], calls: Iterable[tuple[Any, ...]], opts: Any
+    ) -> Any:
+        is_async = opts.asyncOp
+        group = self._within(opts.timeout)
+        with coalescing._coalescing_manager(group, async_ops=is_async) as work:
+            for arguments in calls:
+                operation(*arguments, group=group)
+        return self._work(work if is_async else None)
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        if device.type != "cpu":
+            self._engines.get(device)._start_coalescing()
+        else:
+            self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        if device.type != "cpu":
+            return self._engines.get(device)._end_coalescing()
+        works, self._coalesced = self._coalesced or [], None
+        return self._work(JoinedWork(works))
+
+    # Messages
+
+    def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
+        tensor = _only(tensors)
+        if not tensor.is_cpu:
+            return self._engines.get(tensor.device).send([tensor], dst, tag)
+        return self._work(p2p.isend(tensor, None, self._inner, tag, dst))
+
+    def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
+        tensor = _only(tensors)
+        if not tensor.is_cpu:
+            return self._engines.get(tensor.device).recv([tensor], src, tag)
+        return self._work(p2p.irecv(tensor, None, self._inner, tag, src), in_turn=False)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
+        tensor = _only(tensors)
+        if not tensor.is_cpu:
+            return self._engines.get(tensor.device).recv_anysource([tensor], tag)
+        return self._work(p2p.irecv(tensor, None, self._inner, tag), in_turn=False)
+
+    def _within(self, timeout: timedelta) -> ProcessGroup:
+        """Return the group whose operations have this timeout."""
+        if timeout == _UNSET:
+            return self._inner
+        limited = copy.copy(self._inner)
+        limited.transport = cast(GroupBackend, Limited(self._inner.transport, seconds(timeout)))
+        return limited
+
+    def _work(self, work: Work | None, in_turn: bool = True) -> Any:
+        if work is None:
+            return _DONE
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return TorchWork(work, self._completer if in_turn else Completer())
+
+
+_DONE = Done()
+
+
+def _only(tensors: Any) -> Tensor:
+    """Return the one tensor of a list, which is how torch passes tensors."""
+    if isinstance(tensors, Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ValueError(f"expected a list of one tensor, got {len(tensors)}")
+    return cast(Tensor, tensors[0])
+
+
+def _list(tensors: Any) -> list[Tensor]:
+    """Return the one list of a list of lists, or a list of tensors as it is."""
+    if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
+        return cast(list[Tensor], tensors[0])
+    return cast(list[Tensor], tensors)
+
+
+def _options(kind: Any, timeout: timedelta | None, **values: Any) -> Any:
+    """Return options from what the short forms of the methods take."""
+    options = kind()
+    if timeout is not None:
+        options.timeout = timeout
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options

@@ -1,0 +1,116 @@
+"""Functions of torch.distributed that are for torch's own backends, made to know Phalanx's.
+
+Torch turns away any other backend in these before it asks it. `lift` puts functions in their place
+that serve groups of Phalanx and pass all others on.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from phalanx import subgroups
+from phalanx.torch_backend.theirs import dist, state
+from phalanx_autoload import NAME
+
+
+@functools.cache
+def lift() -> None:
+    """Put our functions in the place of torch's."""
+    for ours in (monitored_barrier, split_group, shrink_group, _set_pg_timeout):
+        name = ours.__name__
+        lifted = _passing_on(ours, getattr(state, name))
+        for module in (dist, state):
+            if hasattr(module, name):
+                setattr(module, name, lifted)
+
+
+def _passing_on(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls ours for groups of Phalanx's, and theirs for all others."""
+    from phalanx.torch_backend.group import TorchGroup
+
+    signature = inspect.signature(theirs)
+    group_name = next(name for name in ("group", "parent_pg") if name in signature.parameters)
+
+    @functools.wraps(theirs)
+    def lifted(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs).arguments
+        group = bound.pop(group_name, None)
+        if group is None and dist.is_initialized():
+            group = state._get_default_group()
+        if isinstance(group, TorchGroup):
+            return ours(group, **bound)
+        return theirs(*args, **kwargs)
+
+    return lifted
+
+
+def monitored_barrier(
+    group: Any, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+) -> None:
+    """Do a barrier in which rank 0 names who is missing."""
+    group.monitored_barrier(timeout, wait_all_ranks)
+
+
+def _set_pg_timeout(group: Any, timeout: timedelta) -> None:
+    """Set the default timeout of a group's operations."""
+    group.set_timeout(timeout)
+
+
+def split_group(
+    parent: Any,
+    split_ranks: list[list[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: Any = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> Any:
+    """Split a group along lists of its ranks; return this rank's part or None."""
+    mine = subgroups.next_split(parent.inner, split_ranks)
+    if mine is None:
+        return None
+    name, part = mine
+    group = parent.splitGroup(part, timeout, None, name, group_desc)
+    _register(group, [parent.inner.ranks[rank] for rank in part])
+    return group
+
+
+def shrink_group(
+    group: Any, ranks_to_exclude: list[int], shrink_flags: int = 0, pg_options: Any = None
+) -> Any:
+    """Replace a group by one without some of its ranks; only those that stay call this."""
+    from phalanx.torch_backend.group import create
+
+    kept = subgroups.leave_out(group.inner, ranks_to_exclude, shrink_flags)
+    is_default = group is state._get_default_group()
+    ranks = [group.inner.ranks[rank] for rank in kept]
+    options = state._DistributedBackendOptions()
+    options.store = dist.PrefixStore("shrunk/", group.get_group_store())
+    options.group_rank, options.group_size = kept.index(group.rank()), len(kept)
+    options.timeout = group.options._timeout
+    options.group_id = f"{group.group_name}:shrunk"
+    # The ranks of a default group are counted from 0 again.
+    options.global_ranks_in_group = [] if is_default else ranks
+    dist.destroy_process_group(None if is_default else group)
+    shrunk = create(options)
+    shrunk.setGroupDesc("default:shrunken" if is_default else f"{group.group_name}:shrunk")
+    if is_default:
+        state._update_default_pg(shrunk)
+        ranks = list(range(len(kept)))
+    _register(shrunk, ranks)
+    return shrunk
+
+
+def _register(group: Any, ranks: list[int]) -> None:
+    """Have torch know a group, as it knows those that it has made itself."""
+    state._register_pg_in_world(
+        group,
+        NAME,
+        group.get_group_store(),
+        group.group_name,
+        f"cpu:{NAME}",
+        rank_mapping={rank: index for index, rank in enumerate(ranks)},
+    )

@@ -1,0 +1,28 @@
+"""Timeouts of single operations, which torch gives in their options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from phalanx.backends.base import COLLECTIVES, MESSAGES, Call, GroupBackend
+from phalanx.work import JoinedWork, Work
+
+_LIMITED = COLLECTIVES | MESSAGES
+
+
+class Limited:
+    """A transport whose operations have a timeout of their own."""
+
+    def __init__(self, transport: GroupBackend, timeout: float) -> None:
+        self._transport = transport
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._transport, name)
+        return partial(found, timeout=self._timeout) if name in _LIMITED else found
+
+    def coalesce(self, calls: Sequence[Call], *, async_op: bool = False) -> Work | None:
+        works = [getattr(self, name)(*args, async_op=async_op) for name, args in calls]
+        return JoinedWork(works) if async_op else None

@@ -1,0 +1,151 @@
+"""What torch is given for operations in flight."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from phalanx import bystanders
+from phalanx.torch_backend import theirs
+from phalanx.work import Work
+
+_NO_TIMEOUT = timedelta(0)  # torch's way to ask for the default
+
+
+class Completer:
+    """Completes the futures of one group's works, in the order in which they were asked for.
+
+    That is the order in which the works end. The thread is started with the first future.
+    """
+
+    def __init__(self) -> None:
+        self._queue: SimpleQueue[tuple[Work, Future[Any]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def future(self, work: Work) -> Future[Any]:
+        """Return a future of the list of output tensors of ``work``."""
+        trigger: Future[Any] = Future()
+        # An error has to be raised in a callback: torch's C++ reads another kind of error as a
+        # result.
+        outcome: Future[Any] = trigger.then(lambda _: _outputs(work))
+        if work.is_completed():
+            trigger.set_result(None)
+        elif threading.current_thread() is self._thread:
+            # A callback asks, which may wait for it: not for its own thread.
+            threading.Thread(
+                target=_complete, args=(work, trigger), name="phalanx-future", daemon=True
+            ).start()
+        else:
+            self._start()
+            self._queue.put((work, trigger))
+        return outcome
+
+    def close(self) -> None:
+        """Let the thread end, once it has completed all futures."""
+        self._queue.put(None)
+
+    def _start(self) -> None:
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="phalanx-futures", daemon=True
+                )
+                self._thread.start()
+
+    def _next(self) -> tuple[Work, Future[Any]] | None:
+        with bystanders.standing_by():
+            return self._queue.get()
+
+    def _run(self) -> None:
+        while item := self._next():
+            _complete(*item)
+            del item
+
+
+def _complete(work: Work, trigger: Future[Any]) -> None:
+    with suppress(Exception):  # raised again in the future's callback
+        work.wait()
+    trigger.set_result(None)
+
+
+def _outputs(work: Work) -> list[torch.Tensor]:
+    work.wait()
+    return work.result()
+
+
+class TorchWork(theirs.Work):  # type: ignore[misc]
+    """A work of Phalanx's, as torch sees works."""
+
+    def __init__(self, work: Work, completer: Completer) -> None:
+        super().__init__()
+        self._work = work
+        self._completer = completer
+        self._future: Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        return self._work.wait(timeout if timeout > _NO_TIMEOUT else None)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        return self._work.is_success()
+
+    def exception(self) -> BaseException | None:
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        return self._work.result()
+
+    def source_rank(self) -> int:
+        return self._work.source_rank()
+
+    def _source_rank(self) -> int:
+        return self._work.source_rank()
+
+    def synchronize(self) -> None:
+        self._work.wait()
+
+    def get_future(self) -> Future[Any]:
+        if self._future is None:
+            self._future = self._completer.future(self._work)
+        return self._future
+
+
+class Done(theirs.Work):  # type: ignore[misc]
+    """An operation that was over before its work was asked for."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self._outputs = list(outputs)
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def synchronize(self) -> None:
+        pass
+
+    def get_future(self) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(self._outputs)
+        return future
