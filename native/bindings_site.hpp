@@ -33,10 +33,10 @@ class Sites {
     PyCodeObject* called = nullptr;  // alive: the cache of known code keeps it
     while (frame) {
       PyCodeObject* code = PyFrame_GetCode(frame);
-      bool inside = self.inside(code);
-      PyFrameObject* outer = inside ? PyFrame_GetBack(frame) : nullptr;
-      if (!inside || !outer) self.write(site, api, code, frame, called);
-      called = code;
+      Side side = self.side(code);
+      PyFrameObject* outer = side != Side::Out ? PyFrame_GetBack(frame) : nullptr;
+      if (!outer) self.write(site, api, code, frame, called);
+      if (side == Side::In) called = code;
       Py_DECREF(code);
       Py_DECREF(frame);
       frame = outer;
@@ -44,6 +44,7 @@ class Sites {
   }
 
  private:
+  enum class Side { Out, In, Nameless };  // Nameless: a decorator's, which calls what was meant
   struct Place {
     PyCodeObject* code;
     PyCodeObject* called;
@@ -64,17 +65,23 @@ class Sites {
     return instance;
   }
 
-  bool inside(PyCodeObject* code) {
+  Side side(PyCodeObject* code) {
     auto known = code_.find(code);
     if (known != code_.end()) return known->second;
     if (code_.size() > 4096) forget();
-    const char* file = PyUnicode_AsUTF8(code->co_filename);
-    if (!file) PyErr_Clear();
-    std::string_view path = file ? file : "";
+    std::string_view path = text(code->co_filename);
     bool inside = path.ends_with("/contextlib.py");
     for (auto& package : packages_) inside |= path.starts_with(package);
     Py_INCREF(code);  // so that its address is not given to another
-    return code_[code] = inside;
+    return code_[code] = !inside                            ? Side::Out
+                         : text(code->co_name) == "wrapper" ? Side::Nameless
+                                                            : Side::In;
+  }
+
+  static std::string_view text(PyObject* string) {
+    const char* found = PyUnicode_AsUTF8(string);
+    if (!found) PyErr_Clear();
+    return found ? found : "";
   }
 
   void write(char (&site)[80], char (&api)[24], PyCodeObject* code, PyFrameObject* frame,
@@ -86,18 +93,13 @@ class Sites {
 #endif
     auto known = text_.find({code, called, at});
     if (known == text_.end()) {
-      const char* file = PyUnicode_AsUTF8(code->co_filename);
-      const char* function = PyUnicode_AsUTF8(code->co_name);
-      if (!file || !function) PyErr_Clear();
-      std::string_view base = file ? file : "?";
-      base = base.substr(base.rfind('/') + 1);
-      std::string text = std::string(base) + ":" + std::to_string(PyFrame_GetLineNumber(frame));
-      if (function && std::string_view(function) != "<module>")
-        text += " in " + std::string(function);
-      // Names with a leading underscore are ours to know.
-      const char* name = called ? PyUnicode_AsUTF8(called->co_name) : nullptr;
-      if (called && !name) PyErr_Clear();
-      Text known_text{text.substr(0, sizeof site - 1), name && *name != '_' ? name : ""};
+      std::string_view file = text(code->co_filename), function = text(code->co_name);
+      std::string where(file.substr(file.rfind('/') + 1));
+      where += ":" + std::to_string(PyFrame_GetLineNumber(frame));
+      if (!function.empty() && function != "<module>") where += " in " + std::string(function);
+      std::string_view name = called ? text(called->co_name) : "";
+      if (name.starts_with('_')) name = "";  // ours to know
+      Text known_text{where.substr(0, sizeof site - 1), std::string(name)};
       known_text.api.resize(std::min(known_text.api.size(), sizeof api - 1));
       known = text_.emplace(Place{code, called, at}, std::move(known_text)).first;
     }
@@ -106,13 +108,13 @@ class Sites {
   }
 
   void forget() {
-    for (auto& [code, inside] : code_) Py_DECREF(code);
+    for (auto& [code, side] : code_) Py_DECREF(code);
     code_.clear();
     text_.clear();
   }
 
   std::vector<std::string> packages_;
-  std::unordered_map<PyCodeObject*, bool> code_;
+  std::unordered_map<PyCodeObject*, Side> code_;
   std::unordered_map<Place, Text, Hash> text_;
 };
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import phalanx_autoload
 from phalanx import _native
 from phalanx._native import common_dtype_code, dtype_code
 from phalanx.errors import DistBackendError
@@ -24,7 +25,10 @@ _STRIDED = torch.strided
 
 _native.configure(
     Tensor,
-    [os.path.dirname(os.path.abspath(module)) + os.sep for module in (__file__, torch.__file__)],
+    [
+        os.path.dirname(os.path.abspath(module)) + os.sep
+        for module in (__file__, phalanx_autoload.__file__, torch.__file__)
+    ],
 )
 
 

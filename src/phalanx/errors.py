@@ -11,6 +11,9 @@ RuntimeError
         ├── PeerFailed             a rank died, raised or left
         ├── Deadlock               ranks wait for each other for ever
         └── DistTimeout            (also TimeoutError)
+
+Those that torch.distributed has too are kinds of torch's: ``except`` one of its classes catches
+ours.
 """
 
 from __future__ import annotations
@@ -18,6 +21,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_theirs: Any = torch._C
 
 # Told of every new DistBackendError (copies made by pickle among them): whatever fails, and in
 # whatever thread, this is where a rank learns of it. Set by phalanx.debug.
@@ -41,23 +49,23 @@ def expected() -> Iterator[None]:
         _here.is_expected = before
 
 
-class DistError(RuntimeError):
+class DistError(_theirs._DistError):  # type: ignore[misc]
     """Root of all errors raised by the package."""
 
 
-class DistNetworkError(DistError):
+class DistNetworkError(DistError, _theirs._DistNetworkError):  # type: ignore[misc]
     """A connection could not be made or broke."""
 
 
-class DistStoreError(DistError):
+class DistStoreError(DistError, _theirs._DistStoreError):  # type: ignore[misc]
     """A store refused or lost a request."""
 
 
-class DistQueueEmptyError(DistStoreError):
+class DistQueueEmptyError(DistStoreError, _theirs._DistQueueEmptyError):  # type: ignore[misc]
     """A queue was popped without blocking and had nothing in it."""
 
 
-class DistBackendError(DistError):
+class DistBackendError(DistError, _theirs._DistBackendError):  # type: ignore[misc]
     """An operation on a group failed."""
 
     def __init__(self, *args: object) -> None:

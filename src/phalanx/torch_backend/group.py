@@ -344,8 +344,8 @@ class TorchGroup(theirs.ProcessGroup):  # type: ignore[misc]
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         if type(opts) is not c10d.BarrierOptions:
             opts = _options(c10d.BarrierOptions, opts if timeout is None else timeout)
-        group = self._within(opts.timeout)
-        return self._work(collectives.barrier(group, opts.asyncOp))
+        limit = None if opts.timeout == _UNSET else opts.timeout
+        return self._work(collectives.barrier(self._inner, opts.asyncOp, timeout=limit))
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False

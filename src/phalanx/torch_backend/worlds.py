@@ -67,6 +67,6 @@ def leave(world: World, group: ProcessGroup) -> None:
 
 
 def _settle(world: World, group: ProcessGroup) -> None:
-    """Wait until all have found each other, and leave nothing in the store."""
+    """Leave nothing in the store, and wait until all have done so."""
     world.store.tidy()
-    group.backend.barrier()
+    group.backend.monitored_barrier()  # which, unlike a barrier, is not counted
