@@ -297,7 +297,7 @@ def _dead_peer(how):
         "work": lambda: dist.all_reduce(torch.ones(3), async_op=True).wait(),
         "call": lambda: dist.barrier(),
     }
-    with pytest.raises(RuntimeError, match="rank 1.*SIGKILL") as caught:
+    with pytest.raises(RuntimeError, match=r"rank 1.*SIGKILL") as caught:
         calls[how]()
     return str(caught.value)
 
@@ -335,7 +335,7 @@ def test_timeouts():
 
 def _refusals():
     group = dist.distributed_c10d._get_default_group()
-    with pytest.raises(ValueError, match="MAX on torch.complex64"):
+    with pytest.raises(ValueError, match=r"MAX on torch\.complex64"):
         group.allreduce([torch.ones(2, dtype=torch.complex64)], dist.ReduceOp.MAX)
     with pytest.raises(RuntimeError, match="cuda:nccl"):
         group._get_backend(torch.device("cuda"))

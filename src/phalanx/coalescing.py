@@ -11,6 +11,7 @@ import torch
 
 from phalanx.backends.base import Call, GroupBackend
 from phalanx.group import ProcessGroup
+from phalanx.profiling import Collecting
 from phalanx.types import Timeout
 from phalanx.work import CompletedWork, Work
 from phalanx.world import active, resolve
@@ -42,7 +43,7 @@ class CoalescedWork(Work):
         return self._launched().result()
 
 
-class _Collector:
+class _Collector(Collecting):
     """Stands in for a group's transport, keeps some calls for later, and passes on the others."""
 
     def __init__(self, transport: GroupBackend, work: CoalescedWork) -> None:

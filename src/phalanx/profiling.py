@@ -50,6 +50,15 @@ class Event:
         vars(work)["wait"] = wait_and_end
 
 
+class Collecting:
+    """A transport that makes calls later, and is then seen by the profiler."""
+
+
+def seen(transport: Any) -> Any:
+    """Return whom to call while a profiler runs."""
+    return transport if isinstance(transport, Collecting) else Recorded(transport)
+
+
 class Recorded:
     """A transport whose operations the profiler sees. Made per call, while a profiler runs."""
 

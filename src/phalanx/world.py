@@ -22,7 +22,7 @@ from torch.autograd import profiler
 from phalanx.backends.base import GroupBackend
 from phalanx.backends.registry import Backend, BackendConfig, BackendOptions, is_backend_available
 from phalanx.group import ProcessGroup
-from phalanx.profiling import Recorded
+from phalanx.profiling import seen
 from phalanx.types import Timeout, default_pg_timeout, seconds
 
 _DEFAULT_NAME = "world"
@@ -247,7 +247,7 @@ def membership(group: ProcessGroup | None, operation: str) -> ProcessGroup | Non
 def active(group: ProcessGroup) -> GroupBackend:
     """Return whom to call for the operations of ``group``."""
     found = group.transport
-    return cast(GroupBackend, Recorded(found)) if profiler._is_profiler_enabled else found
+    return cast(GroupBackend, seen(found)) if profiler._is_profiler_enabled else found
 
 
 def transport(group: ProcessGroup | None, operation: str) -> GroupBackend | None:
@@ -263,7 +263,7 @@ def transport(group: ProcessGroup | None, operation: str) -> GroupBackend | None
     else:
         member = membership(group, operation)
         return None if member is None else active(member)
-    return cast(GroupBackend, Recorded(found)) if profiler._is_profiler_enabled else found
+    return cast(GroupBackend, seen(found)) if profiler._is_profiler_enabled else found
 
 
 def is_outside(group: object) -> bool:

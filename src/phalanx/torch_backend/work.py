@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -81,6 +82,10 @@ def _outputs(work: Work) -> list[torch.Tensor]:
     return work.result()
 
 
+# Works that nobody has waited for, the newest.
+_dropped: deque[TorchWork] = deque(maxlen=64)
+
+
 class TorchWork(theirs.Work):  # type: ignore[misc]
     """A work of Phalanx's, as torch sees works."""
 
@@ -89,8 +94,16 @@ class TorchWork(theirs.Work):  # type: ignore[misc]
         self._work = work
         self._completer = completer
         self._future: Future[Any] | None = None
+        self._is_awaited = False
+
+    def __del__(self) -> None:
+        # Torch's C++ may be left as the only one who holds it (DistributedDataParallel.join has it
+        # keep one from forward to backward), and would find a work without these methods.
+        if not self._is_awaited:
+            _dropped.append(self)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        self._is_awaited = True
         return self._work.wait(timeout if timeout > _NO_TIMEOUT else None)
 
     def is_completed(self) -> bool:
@@ -115,6 +128,7 @@ class TorchWork(theirs.Work):  # type: ignore[misc]
         self._work.wait()
 
     def get_future(self) -> Future[Any]:
+        self._is_awaited = True
         if self._future is None:
             self._future = self._completer.future(self._work)
         return self._future
