@@ -47,9 +47,9 @@ class Engine {
                               : Board::open(roster, members, ticket, rank, site_)),
         group_(board_, rank, name, timeout),
         mailbox_(std::make_shared<Mailbox>(board_, rank, name)),
-        lane_([board = board_, member = members[rank]](int by) {
+        lane_(std::make_shared<Lane>([board = board_, member = members[rank]](int by) {
           board->roster().change(member, &Member::lanes, by);
-        }) {}
+        })) {}
 
   ~Engine() {
     // A forked child has a copy of its parent's group: no threads, and no say in it.
@@ -60,7 +60,7 @@ class Engine {
         error.discard_as_unraisable("phalanx._native.Group");
       }
     } else {
-      lane_.release();
+      lane_->release();
       mailbox_->release();
     }
   }
@@ -95,7 +95,7 @@ class Engine {
                                              " has destroyed the group '" + group_.name() +
                                              "' in the middle of an operation");
     await_lane();
-    lane_.close();
+    lane_->close(calls_under_way == 0);
     mailbox_->close();
     board_->leave(group_.rank());
   }
@@ -217,7 +217,7 @@ class Engine {
       WaitFacts facts =
           wait_facts(Op::Barrier, group_.name(), "destroy_process_group", site_.c_str(), started);
       facts.own = facts.blocked = true;
-      if (calls_under_way > 0 || lane_.drained(Clock::now() + kSlice)) return;
+      if (calls_under_way > 0 || lane_->drained(Clock::now() + kSlice)) return;
       waiter.update(facts);
     }
   }
@@ -274,7 +274,7 @@ class Engine {
       try {
         nb::gil_scoped_release unlock;
         UnderWay call_under_way;
-        done = lane_.try_run([&] { group_.run(call); });
+        done = lane_->try_run([&] { group_.run(call); });
       } catch (...) {
         // The others may still use what was lent to them.
         if (call.lent) board_->park(Graveyard::keep(nb::make_tuple(frozen(kept)...)));
@@ -282,10 +282,11 @@ class Engine {
       }
       if (done) return nb::none();
     }
-    call.on_lane = true;
     auto shared = std::make_shared<Call>(std::move(call));
     // Owned by the job: the caller may be interrupted while it waits.
-    auto body = [this, call = shared, alive = Graveyard::keep(nb::make_tuple(frozen(kept)...))] {
+    auto body = [this, call = shared,
+                 alive = Graveyard::keep(nb::make_tuple(frozen(kept)...))](bool on_lane) {
+      call->on_lane = on_lane;
       try {
         group_.run(*call);
       } catch (...) {
@@ -293,8 +294,8 @@ class Engine {
         throw;
       }
     };
-    std::shared_ptr<Pending> pending =
-        std::make_shared<PendingJob>(lane_.submit(std::move(body)), board_, group_.rank(), *shared);
+    std::shared_ptr<Pending> pending = std::make_shared<PendingJob>(
+        nb::find(*this), lane_, lane_->submit(std::move(body)), board_, group_.rank(), *shared);
     if (async) return nb::cast(pending);
     {
       nb::gil_scoped_release unlock;
@@ -334,7 +335,7 @@ class Engine {
   std::shared_ptr<Board> board_;
   Group group_;
   std::shared_ptr<Mailbox> mailbox_;
-  Lane lane_;  // ends first: its worker uses the others
+  std::shared_ptr<Lane> lane_;  // closed first: its worker uses the others
 };
 
 }  // namespace

@@ -1,6 +1,8 @@
 // Asynchronous calls, as Python holds them.
 #pragma once
 
+#include <nanobind/nanobind.h>
+
 #include <memory>
 #include <string>
 #include <vector>
@@ -23,8 +25,11 @@ class Pending {
 
 class PendingJob : public Pending {
  public:
-  PendingJob(std::shared_ptr<Job> job, std::shared_ptr<Board> board, int rank, const Call& call)
-      : job_(std::move(job)),
+  PendingJob(nanobind::object engine, std::shared_ptr<Lane> lane, std::shared_ptr<Job> job,
+             std::shared_ptr<Board> board, int rank, const Call& call)
+      : engine_(std::move(engine)),
+        lane_(std::move(lane)),
+        job_(std::move(job)),
         board_(std::move(board)),
         rank_(rank),
         op_(call.op),
@@ -32,6 +37,7 @@ class PendingJob : public Pending {
   bool done() override { return job_->done(); }
   std::exception_ptr error() override { return job_->error(); }
   void wait(double timeout) override {
+    if (timeout < 0) lane_->help(*job_);  // a call may take longer than a shorter wait
     Deadline patience = Deadline::in(timeout);
     Waiter waiter(board_->roster(), board_->world_rank(rank_));
     const int64_t started = now_ns();
@@ -57,6 +63,8 @@ class PendingJob : public Pending {
                 describe_absent(*board_, behind)};
   }
 
+  nanobind::object engine_;  // kept alive: whoever waits may run the call, on it
+  std::shared_ptr<Lane> lane_;
   std::shared_ptr<Job> job_;
   std::shared_ptr<Board> board_;
   int rank_;

@@ -1,5 +1,7 @@
 // The order of a group's collectives on one rank. A call on an idle lane runs at once on the
 // caller's thread; an asynchronous one, or one that finds others before it, goes through the queue.
+// What is in the queue runs on the thread of whoever comes to wait for it, or a moment later on the
+// lane's own: most who do not want to wait at once want to soon, and changing threads is slow.
 #pragma once
 
 #include <condition_variable>
@@ -17,21 +19,38 @@ namespace phalanx {
 // One call in the queue.
 class Job {
  public:
-  explicit Job(std::function<void()> body) : body_(std::move(body)) {}
+  // The body is told whether it runs on the lane's own thread.
+  using Body = std::function<void(bool on_lane)>;
+  explicit Job(Body body) : body_(std::move(body)) {}
   bool done() const;
   std::exception_ptr error() const;    // once done; null if it went well
   bool wait(Clock::time_point until);  // false if it is not done by then
 
  private:
   friend class Lane;
-  void run();
+  void run(bool on_lane);
   void finish();
-  std::function<void()> body_;
+  Body body_;
   std::exception_ptr outcome_;  // the worker's own until it is shown as error_
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool done_ = false;
   std::exception_ptr error_;
+};
+
+// Wakes a thread at a time that another one sets. Setting it costs much less than waking.
+class Alarm {
+ public:
+  Alarm();
+  ~Alarm();
+  Alarm(const Alarm&) = delete;
+  Alarm& operator=(const Alarm&) = delete;
+  void set(std::chrono::nanoseconds from_now);  // in place of what was set before
+  void clear() { set(std::chrono::nanoseconds(0)); }
+  void wait();  // until it has gone off
+
+ private:
+  int fd_;
 };
 
 class Lane {
@@ -40,7 +59,10 @@ class Lane {
   using OnWork = std::function<void(int)>;
   explicit Lane(OnWork on_work = [](int) {}) : on_work_(std::move(on_work)) {}
   ~Lane() { close(); }
-  std::shared_ptr<Job> submit(std::function<void()> body);
+  std::shared_ptr<Job> submit(Job::Body body);
+
+  // Run the queue up to this job on the calling thread, unless somebody is running it.
+  void help(const Job& job);
 
   // Run now, on this thread, if nothing is before it; false if something is.
   template <class Body>
@@ -56,9 +78,7 @@ class Lane {
       ~Leave() {
         std::lock_guard lock(lane.mutex_);
         lane.busy_ = false;
-        if (lane.queue_.empty()) return;
-        lane.on_work_(1);
-        lane.changed_.notify_all();
+        lane.hand_over();
       }
     } leave{*this};
     body();
@@ -66,21 +86,26 @@ class Lane {
   }
 
   bool drained(Clock::time_point until);  // whether all that is in the queue is done by then
-  void close();                           // waits for it
-  void release() {
+  // Waits for it, and for helpers unless one of them is this thread.
+  void close(bool wait_for_helpers = true);
+  void release() {  // forget threads that a fork has not copied
     new std::thread(std::move(worker_));
-  }  // forget a thread that a fork has not copied
+    helping_ = false;
+  }
 
  private:
   void work();
+  void hand_over();  // what is left to the lane's own thread, by one who has run a call
   [[noreturn]] static void throw_closed();
   std::mutex mutex_;
-  std::condition_variable changed_, idle_;
+  Alarm alarm_;  // for the lane's own thread
+  std::condition_variable idle_;
   std::deque<std::shared_ptr<Job>> queue_;
   OnWork on_work_;
   std::thread worker_;
   bool busy_ = false;
   bool working_ = false;  // the worker, not a user's thread
+  bool helping_ = false;  // a user's thread, with what is from the queue
   bool closing_ = false;
 };
 

@@ -236,10 +236,36 @@ TEST(a_lane_keeps_order) {
   Lane lane;
   std::vector<int> seen;
   std::vector<std::shared_ptr<Job>> jobs;
-  for (int i = 0; i < 100; ++i) jobs.push_back(lane.submit([&seen, i] { seen.push_back(i); }));
+  for (int i = 0; i < 100; ++i)
+    jobs.push_back(lane.submit([&seen, i](bool) { seen.push_back(i); }));
   for (auto& job : jobs) CHECK(job->wait(Clock::now() + std::chrono::seconds(20)));
   while (!lane.try_run([&] { seen.push_back(100); })) std::this_thread::yield();
   for (int i = 0; i <= 100; ++i) CHECK(seen[i] == i);
+}
+
+TEST(a_lane_is_helped) {
+  Lane lane;
+  std::atomic<int> helped{0}, done{0};
+  auto body = [&](bool on_lane) {
+    helped += !on_lane;
+    ++done;
+  };
+  for (int round = 0; round < 2000; ++round) {
+    std::vector<std::shared_ptr<Job>> jobs;
+    for (int i = 0; i < 3; ++i) jobs.push_back(lane.submit(body));
+    std::thread other([&] { lane.help(*jobs[1]); });
+    lane.help(*jobs[2]);
+    CHECK(jobs[2]->wait(Clock::now() + std::chrono::seconds(20)));
+    other.join();
+    if (round % 100 == 0) std::this_thread::sleep_for(std::chrono::microseconds(150));
+  }
+  CHECK(done == 6000);
+  CHECK(helped > 0);
+  auto alone = lane.submit(body);  // and nobody comes
+  CHECK(alone->wait(Clock::now() + std::chrono::seconds(20)));
+  lane.submit(body);
+  lane.close();
+  CHECK(done == 6002);
 }
 
 TEST(heap_gives_memory_back) {
