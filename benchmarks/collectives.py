@@ -20,23 +20,17 @@ How a number comes about:
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
-import platform
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
-import torch
-
-from . import report
+from . import command
+from .command import given, known, listed
 from .measurement import Teams, measure
 from .operations import OPERATIONS, Operation
 from .peers import Peer, known_peers
+from .report import REPORT
 from .results import parse_bytes, readable_bytes, readable_seconds
 
 
@@ -95,20 +89,11 @@ QUICK = Plan(
 
 def choose_plan(options: argparse.Namespace) -> Plan:
     """Start from the quick or the full plan and narrow it to what was asked for."""
-    asked = {
-        "operations": options.operations,
-        "crowd_operations": options.operations,
-        "sizes": options.bytes,
-        "crowd_sizes": options.bytes,
-        "processes": options.processes,
-        "threads": options.threads,
-        "budget": options.budget,
-        "rounds": options.rounds,
-    }
-    return replace(
-        QUICK if options.quick else FULL,
-        **{name: value for name, value in asked.items() if value is not None},
-    )
+    asked = given(options, "operations", "sizes", "processes", "threads", "budget", "rounds")
+    for name in ("operations", "sizes"):
+        if name in asked:
+            asked[f"crowd_{name}"] = asked[name]
+    return replace(QUICK if options.quick else FULL, **asked)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -116,24 +101,14 @@ def main(arguments: list[str] | None = None) -> int:
     plan = choose_plan(options)
     peers = choose_peers(known_peers(options.mpi or [Path(sys.prefix)]), options.impl)
     about = {
-        "command": command_line(sys.argv[1:] if arguments is None else arguments),
         "budget": plan.budget,
         "rounds": plan.rounds,
-        "machine": machine(),
         "peers": {
             peer.name: {"title": peer.title, "kind": peer.kind, "version": peer.version}
             for peer in peers
         },
     }
-    began = time.monotonic()
-    results = run(plan, peers)
-    data = {**about, "seconds": round(time.monotonic() - began, 1), "results": results}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(data, indent=1) + "\n")
-    report.show(data)
-    print(f"wrote {options.out}")
-    if options.docs:
-        report.write(data, options.docs)
+    command.carry_out(REPORT, options, arguments, about, lambda: {"results": run(plan, peers)})
     return 0
 
 
@@ -167,32 +142,6 @@ def progress(row: list[dict]) -> str:
     return "   ".join([heading, *times])
 
 
-def machine() -> dict:
-    """Describe what a reader needs to compare numbers with those of another machine."""
-    lines = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            lines.setdefault(key.strip(), value.strip())
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {
-        "processor": lines.get("model name", platform.machine()),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(pages / 2**30, 1),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "load_before": round(os.getloadavg()[0], 2),
-    }
-
-
-def command_line(arguments: list[str], module: str = "collectives") -> str:
-    """Return how the run was asked for, with directories shortened to their names."""
-    short = [Path(word).name if word.startswith("/") else word for word in arguments]
-    return " ".join([f"python -m benchmarks.{module}", *short])
-
-
 def choose_peers(peers: list[Peer], names: list[str] | None) -> list[Peer]:
     """Return the peers that can run, or exactly the ones asked for."""
     known = {peer.name: peer for peer in peers}
@@ -213,28 +162,15 @@ def choose_peers(peers: list[Peer], names: list[str] | None) -> list[Peer]:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    summary, _, _ = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.collectives", description=summary)
-
-    def listed(convert):
-        return lambda text: [convert(word) for word in text.split(",") if word]
-
-    def operation(name: str) -> str:
-        if name not in OPERATIONS:
-            raise argparse.ArgumentTypeError(
-                f"unknown operation {name!r} (known: {', '.join(OPERATIONS)})"
-            )
-        return name
-
+    parser = command.parser(REPORT, __doc__)
+    operations, sizes = listed(known(OPERATIONS, "operation")), listed(parse_bytes)
     add = parser.add_argument
-    add("--quick", action="store_true", help="few sizes and short measurements: a look")
     add("--impl", type=listed(str), metavar="NAMES", help="only these implementations")
-    add("--operations", type=listed(operation), metavar="NAMES", help="only these operations")
-    add("--bytes", type=listed(parse_bytes), metavar="SIZES", help="only these, such as 8,64K,1M")
+    add("--operations", type=operations, metavar="NAMES", help="only these operations")
+    add("--bytes", type=sizes, dest="sizes", metavar="SIZES", help="only these, such as 8,64K,1M")
     add("--processes", type=listed(int), metavar="COUNTS", help="worlds of processes ('': none)")
     add("--threads", type=listed(int), metavar="COUNTS", help="worlds of threads ('': none)")
     add("--budget", type=float, metavar="SECONDS", help="time per cell and implementation")
-    add("--rounds", type=int, metavar="N", help="how often the implementations take turns")
     add(
         "--mpi",
         type=Path,
@@ -243,8 +179,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="a Python environment with mpi4py and an MPI; repeat to measure several (default: "
         "the running one)",
     )
-    add("--out", type=Path, default=Path("out/collectives.json"), help="every number, as JSON")
-    add("--docs", type=Path, help="also write benchmarks.md and its plots to this directory")
     return parser.parse_args(arguments)
 
 

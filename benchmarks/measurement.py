@@ -68,11 +68,7 @@ class Measurement:
         estimate = self._time(team, 1, 2).mean()
         if warm_up := int(min(seconds / 5 / estimate, 500)):
             estimate = self._time(team, 1, warm_up).mean()
-        self.calls = 1
-        if self.num_bytes <= BATCHED_BYTES:
-            self.calls = int(np.clip(BATCH_SECONDS / estimate, 1, BATCH_CALLS))
-        most = max(FEWEST_BATCHES, MOST_CALLS // self.calls)
-        self.batches = int(np.clip(seconds / estimate / self.calls, FEWEST_BATCHES, most))
+        self.batches, self.calls = batching(self.num_bytes, estimate, seconds)
 
     def run(self, team: Team) -> None:
         """Measure one round."""
@@ -96,6 +92,15 @@ class Measurement:
             "error": self.error,
         }
         return result if self.error else result | summarise(self.samples)
+
+
+def batching(num_bytes: int, estimate: float, seconds: float) -> tuple[int, int]:
+    """Return how many batches of how many calls fill `seconds` if a call takes `estimate`."""
+    calls = 1
+    if num_bytes <= BATCHED_BYTES:
+        calls = int(np.clip(BATCH_SECONDS / estimate, 1, BATCH_CALLS))
+    most = max(FEWEST_BATCHES, MOST_CALLS // calls)
+    return int(np.clip(seconds / estimate / calls, FEWEST_BATCHES, most)), calls
 
 
 def measure(

@@ -30,7 +30,7 @@ class GPT(nn.Module):
 
     def forward(self, text: Tensor) -> Tensor:
         x = self.layers(self.tokens(text) + self.places, self.mask, is_causal=True)
-        return self.head(self.norm(x)).flatten(0, 1)
+        return self.head(self.norm(x))
 
 
 class Chain(nn.Module):
@@ -62,9 +62,12 @@ class Workload:
 def gpt(title: str, width: int, layers: int, heads: int, context: int, size: int) -> Workload:
     def batch(random: torch.Generator) -> Batch:
         text = torch.randint(VOCABULARY, (size, context + 1), generator=random)
-        return text[:, :-1], text[:, 1:].flatten()
+        return text[:, :-1], text[:, 1:]
 
-    return Workload(title, lambda: GPT(width, layers, heads, context), batch, F.cross_entropy)
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    return Workload(title, lambda: GPT(width, layers, heads, context), batch, loss)
 
 
 def regression(title: str, build: Callable[[], nn.Module], size: int, width: int) -> Workload:

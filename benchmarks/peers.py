@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .operations import Bare, Operation
-from .ranks import CACHE_LINE_WORDS
+from .ranks import start_line_file
 
 ROOT = Path(__file__).resolve().parent.parent
 START_SECONDS = 120
@@ -156,7 +156,7 @@ class Team:
         self.peer, self.size = peer, size
         self._place = tempfile.TemporaryDirectory(prefix="bench-")
         directory = Path(self._place.name)
-        (directory / "start-line").write_bytes(bytes(size * CACHE_LINE_WORDS * 8))
+        start_line_file(directory, size)
         environment = {**_environment(), **peer.environment}
         if peer.kind == "processes":
             environment["OMP_NUM_THREADS"] = "1"  # as torchrun does

@@ -31,6 +31,11 @@ CACHE_LINE_WORDS = 8
 StartLine = Callable[[], None]
 
 
+def start_line_file(directory: Path, size: int) -> None:
+    """Make the page that the start line of `size` processes needs."""
+    (directory / "start-line").write_bytes(bytes(size * CACHE_LINE_WORDS * 8))
+
+
 def process_start_line(directory: Path, rank: int, size: int) -> StartLine:
     """Return a function that lets processes go at the same moment, whatever library they measure.
 
@@ -62,14 +67,15 @@ class Cell:
         target = library.allocate(lengths[operation.target]) if operation.target else source
         source.copy_(contribution(library.rank, source.numel()))
         self.call = library.bind(operation.name, source, target)
-        self.call()
+        returned = self.call()
+        found = returned if isinstance(returned, torch.Tensor) else target
         if library.checked and operation.expected:
             wanted = operation.expected(library.rank, library.size, count)
-            if wanted is not None and not torch.equal(target, wanted):
-                at = int((target != wanted).nonzero()[0])
+            if wanted is not None and not torch.equal(found, wanted):
+                at = int((found != wanted).nonzero()[0])
                 raise AssertionError(
                     f"{operation.name} of {num_bytes} bytes is wrong on rank {library.rank}: "
-                    f"element {at} is {target[at]}, expected {wanted[at]}"
+                    f"element {at} is {found[at]}, expected {wanted[at]}"
                 )
         # Zeros stay zeros however often they are summed; written, so that the pages are real.
         source.zero_()

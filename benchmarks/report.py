@@ -7,14 +7,21 @@ writes the document and its plots anew from an earlier run.
 
 from __future__ import annotations
 
-import argparse
-import json
 from pathlib import Path
 
+from . import plots
+from .documents import (
+    Pictures,
+    Report,
+    Table,
+    ending,
+    markdown,
+    opening,
+    readable_ratio,
+    show_tables,
+)
 from .results import Results, readable_bytes, readable_seconds
 from .targets import TARGETS
-
-Table = tuple[str, list[str], list[list[str]]]  # title, heading, rows
 
 
 def tables(results: Results) -> list[Table]:
@@ -79,64 +86,20 @@ def show(data: dict) -> None:
         print(f"not available: {line}")
 
 
-def show_tables(everything: list[Table]) -> None:
-    """Print tables, with rich where it is installed."""
-    try:
-        from rich.console import Console
-        from rich.table import Table as RichTable
-    except ImportError:
-        for title, heading, rows in everything:
-            print(f"\n{title}\n{plain(heading, rows)}")
-    else:
-        console = Console()
-        console.width = max(console.width, 190)
-        for title, heading, rows in everything:
-            table = RichTable(title=title, title_justify="left")
-            for index, name in enumerate(heading):
-                justify = "left" if title == "Targets" or not index else "right"
-                table.add_column(name, justify=justify, no_wrap=True)
-            for row in rows:
-                table.add_row(*row)
-            console.print(table)
-
-
-def plain(heading: list[str], rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(heading, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(word.rjust(width) for word, width in zip(row, widths, strict=True))
-        for row in [heading, *rows]
-    )
-
-
-def markdown(table: Table) -> str:
-    title, heading, rows = table
-    rule = [":--" if title == "Targets" or not index else "--:" for index in range(len(heading))]
-    lines = ["| " + " | ".join(row) + " |" for row in [heading, rule, *rows]]
-    return "\n".join(lines)
-
-
 def readable_times(result: dict | None) -> str:
     if result is None or result["error"]:
         return "-"
     return f"{readable_seconds(result['p50'])} / {readable_seconds(result['p99'])}"
 
 
-def readable_ratio(ratio: float | None) -> str:
-    if ratio is None:
-        return "-"
-    return f"{ratio:.0f}x" if ratio >= 20 else f"{ratio:.1f}x" if ratio >= 2 else f"{ratio:.2f}x"
-
-
-def document(data: dict, pictures: list[tuple[str, str]]) -> str:
+def document(data: dict, pictures: Pictures) -> str:
     """Return docs/benchmarks.md."""
     results = Results(data)
     versions = ", ".join(
         f"{peer['title']} ({peer['version']})" for peer in data["peers"].values() if peer["version"]
     )
     parts = [
-        "# Benchmarks",
-        "<!-- Made by benchmarks/report.py; change that, not this file. -->",
-        origin(data),
+        *opening("Benchmarks", "report", data),
         f"Measured: {versions}.",
         METHOD,
         "## Targets",
@@ -147,22 +110,12 @@ def document(data: dict, pictures: list[tuple[str, str]]) -> str:
     for caption, name in pictures:
         parts.append(f"## {caption}\n\n![{caption}]({name})")
     parts.append("## All numbers\n\nA ratio above 1 is a speed-up.")
-    for table in tables(results):
-        parts.append(f"### {table[0]}\n\n{markdown(table)}")
-    if missing := failures(results):
-        parts.append("## Not available\n\n" + "\n".join(f"- {line}" for line in missing))
+    parts += ending(tables(results), failures(results), level=3)
     return "\n\n".join(parts) + "\n"
 
 
-def origin(data: dict) -> str:
-    """Say by which command, on which machine, and in which time numbers were made."""
-    machine = data["machine"]
-    return (
-        f"Made in {data['seconds'] / 60:.0f} min by\n\n    {data['command']}\n\n"
-        f"on {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB, "
-        f"{machine['system']}; Python {machine['python']}, torch {machine['torch']}, NumPy "
-        f"{machine['numpy']}; load {machine['load_before']} before the run."
-    )
+def draw(data: dict, directory: Path) -> Pictures:
+    return plots.draw(Results(data), directory)
 
 
 METHOD = """\
@@ -179,28 +132,7 @@ defaults (shared memory, single copies for large messages), neither pinned nor t
 against MPI take the fastest one measured."""
 
 
-def write(data: dict, directory: Path) -> None:
-    """Write benchmarks.md and its plots."""
-    from . import plots
-
-    directory.mkdir(parents=True, exist_ok=True)
-    pictures = plots.draw(Results(data), directory)
-    (directory / "benchmarks.md").write_text(document(data, pictures))
-    for name in ["benchmarks.md", *[name for _, name in pictures]]:
-        print(f"wrote {directory / name}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report")
-    parser.add_argument("json", type=Path, help="what benchmarks.collectives wrote")
-    parser.add_argument("--docs", type=Path, help="write benchmarks.md and plots to this directory")
-    options = parser.parse_args()
-    data = json.loads(options.json.read_text())
-    if options.docs:
-        write(data, options.docs)
-    else:
-        show(data)
-
+REPORT = Report("collectives", "benchmarks.md", show, draw, document)
 
 if __name__ == "__main__":
-    main()
+    REPORT.main()

@@ -5,9 +5,10 @@
 
 How a number comes about:
 
-- Two ranks, processes with one thread each, are in a Phalanx world and in a Gloo world at once.
-  Every way to train has its own copy of the model and its own optimizer (AdamW), and sees the same
-  batches. "Alone" trains the plain module on both ranks at the same time, without communication.
+- Two ranks, processes with one thread each, are in a Phalanx world and in a Gloo world at once,
+  and in a group of torch.distributed on Phalanx where a way needs it. Every way to train has its
+  own copy of the model and its own optimizer (AdamW), and sees the same batches. "Alone" trains
+  the plain module on both ranks at the same time, without communication.
 - Before it is measured, each way is checked: its first gradients must be the averages of the
   ranks' own.
 - Ways take turns, a few steps in a row each, in rounds that begin with another one each time, so
@@ -16,47 +17,53 @@ How a number comes about:
 - Memory is measured in new processes, one way each: by how much the resident set of a rank rose
   at most over what it was before there was a model, and by how much its share of the machine's
   memory (PSS, which counts a page that two ranks use half in each) had risen after the last step.
+- A way that fails is named and left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import timedelta
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import phalanx
-from phalanx.launch.processes import run_processes
 
-from . import training_report
-from .collectives import command_line, machine
+from . import command, training_report
+from .command import given, known, listed
 from .models import WORKLOADS, Workload
+from .training_report import REPORT
+from .turns import RANKS, Stage, compare, group, launch, slowest_rank
 
-RANKS = 2
 POOL = 4  # batches that a rank goes round in
 WARM_UP = 3  # steps: buckets are built anew after the first
-TIMEOUT = timedelta(seconds=120)
 
 Wrap = Callable[[nn.Module], nn.Module]
 
 
-def _torch_ddp(**options: Any) -> Wrap:
+def _torch_ddp(backend: str, **options: Any) -> Wrap:
     def wrap(module: nn.Module) -> nn.Module:
         from torch.nn.parallel import DistributedDataParallel
 
-        return DistributedDataParallel(module, **options)
+        return DistributedDataParallel(module, process_group=group(backend), **options)
+
+    return wrap
+
+
+def _torch_fsdp(backend: str) -> Wrap:
+    def wrap(module: nn.Module) -> nn.Module:
+        from .torch_models import shard
+
+        return shard(module, group(backend))
 
     return wrap
 
@@ -76,11 +83,15 @@ class Way:
 
 WAYS = {
     "alone": Way("alone", lambda module: module, communicates=False),
-    "gloo": Way("torch's DDP on Gloo", _torch_ddp()),
-    "gloo-view": Way("torch's, bucket views", _torch_ddp(gradient_as_bucket_view=True)),
+    "gloo": Way("torch's DDP on Gloo", _torch_ddp("gloo")),
+    "gloo-view": Way("torch's, bucket views", _torch_ddp("gloo", gradient_as_bucket_view=True)),
+    "torch-phalanx": Way("torch's DDP on Phalanx", _torch_ddp("phalanx")),
     "phalanx": Way("Phalanx's DDP", _phalanx_ddp()),
     "phalanx-view": Way("Phalanx's, bucket views", _phalanx_ddp(gradient_as_bucket_view=True)),
+    "fsdp-gloo": Way("torch's FSDP2 on Gloo", _torch_fsdp("gloo")),
+    "fsdp-phalanx": Way("torch's FSDP2 on Phalanx", _torch_fsdp("phalanx")),
 }
+REPLICATED = [name for name in WAYS if not name.startswith("fsdp")]
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,7 @@ class Plan:
     memory_steps: int
 
 
-FULL = Plan(["gpt-5m", "gpt-20m", "mlp", "many"], list(WAYS), 15, 1.5, 6)
+FULL = Plan(["gpt-5m", "gpt-20m", "mlp", "many"], REPLICATED, 15, 1.5, 6)
 QUICK = replace(FULL, rounds=4, seconds=0.5, memory_steps=4)
 
 
@@ -133,62 +144,42 @@ def check(name: str, training: Training) -> None:
     plain = Training(training.workload, WAYS["alone"])
     plain.compute_gradients()
     training.compute_gradients()
-    for (parameter, own), (_, given) in zip(
+    for (parameter, own), (_, averaged) in zip(
         plain.module.named_parameters(), training.module.named_parameters(), strict=True
     ):
         assert own.grad is not None
         phalanx.all_reduce(own.grad, op=phalanx.ReduceOp.AVG)
         torch.testing.assert_close(
-            given.grad, own.grad, msg=lambda text, at=parameter: f"{name}, gradient of {at}: {text}"
+            whole(averaged.grad),
+            own.grad,
+            msg=lambda text, at=parameter: f"{name}, gradient of {at}: {text}",
         )
 
 
-def join_gloo(directory: str) -> None:
-    """Be in a world of torch.distributed, too."""
-    import torch.distributed as dist
-
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/gloo",
-        rank=phalanx.get_rank(),
-        world_size=phalanx.get_world_size(),
-        timeout=TIMEOUT,
-    )
+def whole(tensor: Any) -> Tensor | None:
+    """Return a tensor as it would be without sharding; all ranks ask together."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def leave_gloo() -> None:
-    import torch.distributed as dist
-
-    phalanx.barrier()
-    dist.destroy_process_group()
-
-
-def time_steps(directory: str, model: str, ways: list[str], rounds: int, seconds: float) -> dict:
+def time_steps(stage: Stage, ways: list[str], model: str, rounds: int, seconds: float) -> dict:
     """Be one rank; return the seconds per step of each way in each round, here."""
-    torch.set_num_threads(1)
-    join_gloo(directory)
-    trainings = {name: Training(WORKLOADS[model], WAYS[name]) for name in ways}
-    for name, training in trainings.items():
+    trainings = {}
+    for name in ways:
+        stage.enter(name)
+        trainings[name] = training = Training(WORKLOADS[model], WAYS[name])
         if WAYS[name].communicates:
             check(name, training)
-    for training in trainings.values():
         training.time(WARM_UP)
-    estimate = torch.tensor([max(training.time(1) for training in trainings.values())])
-    phalanx.all_reduce(estimate, op=phalanx.ReduceOp.MAX)
-    steps = max(1, round(seconds / estimate.item()))
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(rounds):
-        first = turn % len(ways)
-        for name in ways[first:] + ways[:first]:
-            times[name].append(trainings[name].time(steps))
-    leave_gloo()
+    rows = {name: training.time for name, training in trainings.items()}
+    steps = stage.repeats({name: partial(row, 1) for name, row in rows.items()}, seconds)
+    times = stage.take_turns({name: partial(row, steps) for name, row in rows.items()}, rounds)
     return {"steps": steps, "times": times}
 
 
-def measure_memory(directory: str, model: str, way: str, steps: int) -> dict[str, int]:
-    """Be one rank of a world that does nothing else; return the bytes that training took here."""
-    torch.set_num_threads(1)
-    join_gloo(directory)
+def measure_memory(stage: Stage, ways: list[str], model: str, steps: int) -> dict[str, int]:
+    """Be one rank of a world with a single way; return the bytes that training took here."""
+    (way,) = ways
+    stage.enter(way)
     for _ in range(2):  # what is only loaded or allocated with the first model is not this one's
         Training(WORKLOADS["tiny"], WAYS[way]).step()
     gc.collect()
@@ -199,12 +190,10 @@ def measure_memory(directory: str, model: str, way: str, steps: int) -> dict[str
     for _ in range(steps):
         training.step()
     phalanx.barrier()
-    found = {
+    return {
         "peak": memory("status", "VmHWM") - before_peak,
         "share": memory("smaps_rollup", "Pss") - before_share,
     }
-    leave_gloo()
-    return found
 
 
 def memory(file: str, field: str) -> int:
@@ -216,101 +205,61 @@ def memory(file: str, field: str) -> int:
     raise ValueError(f"/proc/self/{file} has no field {field!r}")
 
 
-def run(plan: Plan) -> list[dict]:
+def run(plan: Plan) -> dict[str, list[dict]]:
     """Measure everything, saying so as it goes."""
-    results = []
+    results: list[dict] = []
+    failures: list[dict] = []
     for model in plan.models:
-        build = WORKLOADS[model].build()
-        sizes = [parameter.numel() for parameter in build.parameters()]
-        ranks = launch(time_steps, model, plan.ways, plan.rounds, plan.seconds)
-        for way in plan.ways:
-            times = [max(both) for both in zip(*(r["times"][way] for r in ranks), strict=True)]
-            used = launch(measure_memory, model, way, plan.memory_steps)
-            result = {
-                "model": model,
-                "parameters": sum(sizes),
-                "tensors": len(sizes),
-                "way": way,
-                "steps": ranks[0]["steps"],
-                "times": times,
-                "peak": max(each["peak"] for each in used),
-                "share": max(each["share"] for each in used),
-            }
-            results.append(result)
-        add_ratios(results)
-        for result in results[-len(plan.ways) :]:
+        outcome = launch(time_steps, plan.ways, model, plan.rounds, plan.seconds)
+        errors = dict(outcome.errors)
+        found = []
+        for way, times in slowest_rank(outcome).items():
+            used = launch(measure_memory, [way], model, plan.memory_steps)
+            errors |= used.errors
+            if not used.errors:
+                steps = {"steps": outcome.ranks[0]["steps"], "times": times}
+                most = {name: max(each[name] for each in used.ranks) for name in used.ranks[0]}
+                found.append({"model": model, **describe(model), "way": way, **steps, **most})
+        add_ratios(found)
+        for result in found:
             print(training_report.progress(result), flush=True)
-    return results
+        results += found
+        failures += [{"model": model, "way": way, "error": errors[way]} for way in errors]
+    return {"results": results, "failures": failures}
 
 
-def launch(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-        return run_processes(fn, RANKS, directory, *args)
+def describe(model: str) -> dict[str, int]:
+    sizes = [parameter.numel() for parameter in WORKLOADS[model].build().parameters()]
+    return {"parameters": sum(sizes), "tensors": len(sizes)}
 
 
 def add_ratios(results: list[dict]) -> None:
-    """Put medians beside the times, and the ratio to the same step alone where that was taken."""
-    alone = {one["model"]: one["times"] for one in results if one["way"] == "alone"}
+    """Put medians beside the times of a model, and the ratio to the step alone if it was taken."""
+    alone = [one["times"] for one in results if one["way"] == "alone"]
     for one in results:
         one["seconds"] = statistics.median(one["times"])
-        if base := alone.get(one["model"]):
-            pairs = zip(one["times"], base, strict=True)
-            one["ratio"] = statistics.median(mine / theirs for mine, theirs in pairs)
+        if alone:
+            one["ratio"] = compare(one["times"], alone[0]).median
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    asked = {name: getattr(options, name) for name in ("models", "ways", "rounds", "seconds")}
-    plan = replace(
-        QUICK if options.quick else FULL,
-        **{name: value for name, value in asked.items() if value is not None},
-    )
-    data = {
-        "command": command_line(sys.argv[1:] if arguments is None else arguments, "training"),
-        "machine": machine(),
-        "ranks": RANKS,
-        "rounds": plan.rounds,
-        "titles": {
-            **{name: WORKLOADS[name].title for name in plan.models},
-            **{name: WAYS[name].title for name in plan.ways},
-        },
-    }
-    began = time.monotonic()
-    data["results"] = run(plan)
-    data["seconds"] = round(time.monotonic() - began, 1)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(data, indent=1) + "\n")
-    training_report.show(data)
-    print(f"wrote {options.out}")
-    if options.docs:
-        training_report.write(data, options.docs)
+    asked = given(options, "models", "ways", "rounds", "seconds")
+    plan = replace(QUICK if options.quick else FULL, **asked)
+    titles = {name: WORKLOADS[name].title for name in plan.models}
+    titles |= {name: WAYS[name].title for name in plan.ways}
+    about = {"ranks": RANKS, "rounds": plan.rounds, "titles": titles}
+    command.carry_out(REPORT, options, arguments, about, lambda: run(plan))
     return 0
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    summary, _, _ = (__doc__ or "").partition("\n")
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=summary)
-
-    def listed(known: dict[str, Any], what: str) -> Callable[[str], list[str]]:
-        def read(text: str) -> list[str]:
-            names = [word for word in text.split(",") if word]
-            for name in names:
-                if name not in known:
-                    raise argparse.ArgumentTypeError(
-                        f"unknown {what} {name!r} (known: {', '.join(known)})"
-                    )
-            return names
-
-        return read
-
+    parser = command.parser(REPORT, __doc__)
+    models, ways = listed(known(WORKLOADS, "model")), listed(known(WAYS, "way"))
     add = parser.add_argument
-    add("--quick", action="store_true", help="few and short rounds: a look")
-    add("--models", type=listed(WORKLOADS, "model"), metavar="NAMES", help="only these models")
-    add("--ways", type=listed(WAYS, "way"), metavar="NAMES", help="only these ways to train")
-    add("--rounds", type=int, metavar="N", help="how often the ways take turns")
+    add("--models", type=models, metavar="NAMES", help="only these models")
+    add("--ways", type=ways, metavar="NAMES", help="only these ways to train")
     add("--seconds", type=float, metavar="S", help="length of one way's row of steps in a round")
-    add("--out", type=Path, default=Path("out/training.json"), help="every number, as JSON")
-    add("--docs", type=Path, help="also write training-benchmarks.md and its plot there")
     return parser.parse_args(arguments)
 
 

@@ -7,13 +7,12 @@ writes the document and its plot anew from an earlier run.
 
 from __future__ import annotations
 
-import argparse
-import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .report import Table, markdown, origin, show_tables
+from .documents import Pictures, Report, Table, ending, markdown, opening, show_tables
 from .results import readable_seconds
 
 PICTURE = "benchmark-training.png"
@@ -21,6 +20,7 @@ COLOURS = {
     "alone": "#999999",
     "gloo": "#d95f02",
     "gloo-view": "#fdae6b",
+    "torch-phalanx": "#6a51a3",
     "phalanx": "#1b6ca8",
     "phalanx-view": "#7fb8dd",
 }
@@ -87,9 +87,12 @@ def target_table(data: dict) -> Table:
     by_model: dict[str, dict[str, dict]] = {}
     for one in data["results"]:
         by_model.setdefault(one["model"], {})[one["way"]] = one
+    failed = [
+        (math.inf, data["titles"][one["model"]]) for one in data["failures"] if one["way"] in OURS
+    ]
     rows = []
     for target in TARGETS:
-        found = []
+        found = list(failed)
         for model, cells in by_model.items():
             try:
                 found.append((target.quotient(cells), data["titles"][model]))
@@ -100,8 +103,9 @@ def target_table(data: dict) -> Table:
             rows.append([target.what, limit, "not measured", "", ""])
             continue
         worst, where = max(found)
+        measured = "failed" if worst == math.inf else f"{worst:.3f}x"
         outcome = "met" if worst <= target.at_most else "missed"
-        rows.append([target.what, limit, f"{worst:.3f}x", where, outcome])
+        rows.append([target.what, limit, measured, where, outcome])
     return "Targets", ["what", "at most", "worst measured", "where", "outcome"], rows
 
 
@@ -117,40 +121,48 @@ def mebibytes(count: int) -> str:
 def show(data: dict) -> None:
     """Print everything."""
     show_tables([*tables(data), target_table(data)])
+    for line in failures(data):
+        print(f"FAILED: {line}")
+
+
+def failures(data: dict) -> list[str]:
+    """Return a line per way that failed."""
+    return [
+        f"{data['titles'][one['way']]}, {data['titles'][one['model']]}: "
+        f"{one['error'].splitlines()[0]}"
+        for one in data["failures"]
+    ]
 
 
 METHOD = """\
-{ranks} ranks, processes with one thread each, live in a Phalanx world and in a Gloo world at once.
-Every way to train has its own copy of the model and its own optimizer (AdamW) and sees the same
-batches; "alone" trains the plain module on all ranks at the same time, without communication. The
-first gradients of each way are checked against the averages of the ranks' own. Ways take turns, a
-row of steps each, in {rounds} rounds that begin with another one each time; the slower rank counts.
-Times are medians over the rounds; so are the ratios to a step alone, taken within each round.
-Memory is measured in new processes, one way each: how far the resident set of a rank rose at most
-over what it was before there was a model, and how far its share of the machine's memory (PSS: a
-page that two ranks use counts half in each) had risen after the last step."""
+{ranks} ranks, processes with one thread each, live in a Phalanx world and in a Gloo world at once;
+"torch's DDP on Phalanx" is torch's reducer on a group of torch.distributed whose backend is
+Phalanx. Every way to train has its own copy of the model and its own optimizer (AdamW) and sees the
+same batches; "alone" trains the plain module on all ranks at the same time, without communication.
+The first gradients of each way are checked against the averages of the ranks' own. Ways take turns,
+a row of steps each, in {rounds} rounds that begin with another one each time; the slower rank
+counts. Times are medians over the rounds; so are the ratios to a step alone, taken within each
+round. Memory is measured in new processes, one way each: how far the resident set of a rank rose at
+most over what it was before there was a model, and how far its share of the machine's memory (PSS:
+a page that two ranks use counts half in each) had risen after the last step."""
 
 
-def document(data: dict, picture: bool) -> str:
+def document(data: dict, pictures: Pictures) -> str:
     """Return docs/training-benchmarks.md."""
     parts = [
-        "# Training steps",
-        "<!-- Made by benchmarks/training_report.py; change that, not this file. -->",
-        origin(data),
+        *opening("Training steps", "training_report", data),
         METHOD.format(**data),
         "## Targets",
         "What the project asks of itself, at the worst of the measured models.",
         markdown(target_table(data)),
+        *[f"## Steps\n\n![{caption}]({name})" for caption, name in pictures],
+        *ending(tables(data), failures(data)),
     ]
-    if picture:
-        parts.append(f"## Steps\n\n![What communication adds to a step]({PICTURE})")
-    for table in tables(data):
-        parts.append(f"## {table[0]}\n\n{markdown(table)}")
     return "\n\n".join(parts) + "\n"
 
 
-def draw(data: dict, path: Path) -> bool:
-    """Draw the ratios, a group of bars per model; False if there are none."""
+def draw(data: dict, directory: Path) -> Pictures:
+    """Draw the ratios, if there are any: a group of bars per model."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -160,44 +172,25 @@ def draw(data: dict, path: Path) -> bool:
     models = list(dict.fromkeys(one["model"] for one in cells))
     ways = [way for way in dict.fromkeys(one["way"] for one in cells) if way != "alone"]
     if not ways:
-        return False
+        return []
     figure = Figure(figsize=(1.5 + 2.2 * len(models), 3.6), layout="constrained")
     axis: Any = figure.subplots()
     width = 0.8 / len(ways)
     for index, way in enumerate(ways):
         ratios = {one["model"]: one["ratio"] for one in cells if one["way"] == way}
         places = [place + (index - (len(ways) - 1) / 2) * width for place in range(len(models))]
-        heights = [100 * (ratios[model] - 1) for model in models]
+        heights = [100 * (ratios.get(model, math.nan) - 1) for model in models]
         bars = axis.bar(places, heights, width, color=COLOURS.get(way), label=data["titles"][way])
         axis.bar_label(bars, fmt="%.1f", fontsize=7)
     axis.axhline(0, color=COLOURS["alone"], linewidth=1)
     axis.set_xticks(range(len(models)), [data["titles"][model] for model in models], fontsize=8)
     axis.set_ylabel("time added to a step alone, %")
     figure.legend(fontsize=8, loc="outside lower center", ncols=len(ways))
-    figure.savefig(path, dpi=110)
-    return True
+    figure.savefig(directory / PICTURE, dpi=110)
+    return [("What communication adds to a step", PICTURE)]
 
 
-def write(data: dict, directory: Path) -> None:
-    """Write training-benchmarks.md and its plot."""
-    directory.mkdir(parents=True, exist_ok=True)
-    picture = draw(data, directory / PICTURE)
-    (directory / "training-benchmarks.md").write_text(document(data, picture))
-    for name in ["training-benchmarks.md", *([PICTURE] if picture else [])]:
-        print(f"wrote {directory / name}")
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training_report")
-    parser.add_argument("json", type=Path, help="what benchmarks.training wrote")
-    parser.add_argument("--docs", type=Path, help="write training-benchmarks.md and its plot there")
-    options = parser.parse_args()
-    data = json.loads(options.json.read_text())
-    if options.docs:
-        write(data, options.docs)
-    else:
-        show(data)
-
+REPORT = Report("training", "training-benchmarks.md", show, draw, document)
 
 if __name__ == "__main__":
-    main()
+    REPORT.main()

@@ -98,20 +98,23 @@ def test_ratios_are_taken_within_a_round(benchmark):
 
 
 @pytest.mark.parametrize(
-    ("ours", "outcomes"),
+    ("ours", "failing", "outcomes"),
     [
-        ({"ratio": 1.02, "share": 90}, ["met", "met", "met"]),
-        ({"ratio": 1.2, "share": 110}, ["missed", "missed", "missed"]),
-        (None, ["", "", ""]),
+        ({"ratio": 1.02, "share": 90}, [], ["met", "met", "met"]),
+        ({"ratio": 1.2, "share": 110}, [], ["missed", "missed", "missed"]),
+        (None, [], ["", "", ""]),
+        ({"ratio": 1.02, "share": 90}, ["gloo"], ["met", "met", "met"]),
+        ({"ratio": 1.02, "share": 90}, ["phalanx-view"], ["missed", "missed", "missed"]),
     ],
 )
-def test_targets_of_training_are_judged(benchmark, ours, outcomes):
+def test_targets_of_training_are_judged(benchmark, ours, failing, outcomes):
     cells = {"alone": {"ratio": 1.0, "share": 80}, "gloo": {"ratio": 1.2, "share": 130}}
     cells["gloo-view"] = {"ratio": 1.1, "share": 100}
     if ours:
         cells["phalanx"] = cells["phalanx-view"] = ours
     results = [{"model": "m", "way": way, **cell} for way, cell in cells.items()]
-    data = {"titles": {"m": "a model"}, "results": results}
+    failures = [{"model": "m", "way": way, "error": "it broke"} for way in failing]
+    data = {"titles": {"m": "a model"}, "results": results, "failures": failures}
     _, _, rows = benchmark("training_report").target_table(data)
     assert [row[-1] for row in rows] == outcomes
 
