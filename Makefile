@@ -19,6 +19,7 @@ check: $(VENV)/dev.stamp  ## lint, formats, types
 bench: $(VENV)/bench.stamp  ## compare with Gloo, MPI and torch's threaded group
 	$(BIN)/python -m benchmarks.collectives --docs docs
 	$(BIN)/python -m benchmarks.training --docs docs
+	$(BIN)/python -m benchmarks.torch_backend --docs docs
 
 clean:
 	rm -rf $(VENV) build out src/phalanx/_native*.so

@@ -65,10 +65,9 @@ class Measurement:
     def prepare(self, team: Team, seconds: float) -> None:
         """Check the result, warm up, and choose how many calls fill `seconds`."""
         self.messages, *_ = team.ask("prepare", self.operation.name, self.num_bytes)
-        estimate = self._time(team, 1, 2).mean()
-        if warm_up := int(min(seconds / 5 / estimate, 500)):
-            estimate = self._time(team, 1, warm_up).mean()
-        self.batches, self.calls = batching(self.num_bytes, estimate, seconds)
+        self.batches, self.calls = warm_up(
+            lambda calls: self._time(team, 1, calls).mean(), self.num_bytes, seconds
+        )
 
     def run(self, team: Team) -> None:
         """Measure one round."""
@@ -94,8 +93,14 @@ class Measurement:
         return result if self.error else result | summarise(self.samples)
 
 
-def batching(num_bytes: int, estimate: float, seconds: float) -> tuple[int, int]:
-    """Return how many batches of how many calls fill `seconds` if a call takes `estimate`."""
+def warm_up(time: Callable[[int], float], num_bytes: int, seconds: float) -> tuple[int, int]:
+    """Choose how many batches of how many calls fill `seconds`, after trying some.
+
+    `time(calls)` makes calls in a row and returns the seconds that each took on the slowest rank.
+    """
+    estimate = time(2)
+    if trials := int(min(seconds / 5 / estimate, 500)):
+        estimate = time(trials)
     calls = 1
     if num_bytes <= BATCHED_BYTES:
         calls = int(np.clip(BATCH_SECONDS / estimate, 1, BATCH_CALLS))

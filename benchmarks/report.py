@@ -21,7 +21,7 @@ from .documents import (
     show_tables,
 )
 from .results import Results, readable_bytes, readable_seconds
-from .targets import TARGETS
+from .targets import TARGETS, target_table
 
 
 def tables(results: Results) -> list[Table]:
@@ -47,23 +47,6 @@ def tables(results: Results) -> list[Table]:
     return found
 
 
-def target_table(results: Results) -> Table:
-    """Return the project's own targets, each with the worst ratio over its cells."""
-    rows = []
-    for target in TARGETS:
-        verdict = target.verdict(results)
-        if verdict is None:
-            rows.append([target.what, target.rule, "not measured", "", "0", ""])
-            continue
-        ratio, where, num_cells = verdict
-        outcome = "met" if ratio >= target.at_least else "missed"
-        rows.append(
-            [target.what, target.rule, readable_ratio(ratio), where, str(num_cells), outcome]
-        )
-    heading = ["what", "at least", "worst measured", "where", "cells", "outcome"]
-    return "Targets", heading, rows
-
-
 def failures(results: Results) -> list[str]:
     """Return a line per operation that a peer could not do."""
     seen = {}
@@ -81,7 +64,7 @@ def failures(results: Results) -> list[str]:
 def show(data: dict) -> None:
     """Print everything, with rich where it is installed."""
     results = Results(data)
-    show_tables([*tables(results), target_table(results)])
+    show_tables([*tables(results), target_table(TARGETS, results)])
     for line in failures(results):
         print(f"not available: {line}")
 
@@ -105,7 +88,7 @@ def document(data: dict, pictures: Pictures) -> str:
         "## Targets",
         "What the project asks of itself: the ratio of the other's time to Phalanx's, at the "
         "worst of all measured cells that a line covers (0 where Phalanx failed).",
-        markdown(target_table(results)),
+        markdown(target_table(TARGETS, results)),
     ]
     for caption, name in pictures:
         parts.append(f"## {caption}\n\n![{caption}]({name})")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
 
+from .documents import Table, readable_ratio
 from .operations import OPERATIONS
 from .results import Results, readable_bytes
 
@@ -17,6 +18,41 @@ class Verdict(NamedTuple):
     ratio: float
     where: str
     num_cells: int
+
+
+def worst(found: Iterable[tuple[float, str]]) -> Verdict | None:
+    """Judge ratios with the cells they are from; None if there are none."""
+    cells = list(found)
+    return Verdict(*min(cells), len(cells)) if cells else None
+
+
+class Judged(Protocol):
+    """What a table of targets needs of each."""
+
+    @property
+    def what(self) -> str: ...
+    @property
+    def rule(self) -> str: ...
+    @property
+    def at_least(self) -> float: ...
+    def verdict(self, results: Any) -> Verdict | None: ...
+
+
+def target_table(targets: Iterable[Judged], results: Any) -> Table:
+    """Return the project's own targets, each with the worst ratio over its cells."""
+    rows = []
+    for target in targets:
+        verdict = target.verdict(results)
+        if verdict is None:
+            rows.append([target.what, target.rule, "not measured", "", "0", ""])
+            continue
+        ratio, where, num_cells = verdict
+        outcome = "met" if ratio >= target.at_least else "missed"
+        rows.append(
+            [target.what, target.rule, readable_ratio(ratio), where, str(num_cells), outcome]
+        )
+    heading = ["what", "at least", "worst measured", "where", "cells", "outcome"]
+    return "Targets", heading, rows
 
 
 class Target(NamedTuple):
@@ -54,7 +90,7 @@ class Target(NamedTuple):
                 if ratio is not None:
                     size = f" {readable_bytes(num_bytes)}" if num_bytes else ""
                     found.append((ratio, f"{operation}{size}, {ranks} {kind}"))
-        return Verdict(*min(found), len(found)) if found else None
+        return worst(found)
 
 
 def small(num_bytes: int) -> bool:

@@ -136,15 +136,16 @@ def parallelise(model: Decoder, group: Any) -> Decoder:
     return model
 
 
-def decode(model: Decoder, count: int) -> list[Tensor]:
-    """Write `count` tokens, each the likeliest, from an empty text on; return all logits.
+@torch.no_grad()
+def read(model: Decoder, tokens: Tensor) -> Tensor:
+    """Return the logits after each token of a text."""
+    logits = [model(token.view(1, 1), place) for place, token in enumerate(tokens)]
+    return torch.cat([one.flatten(0, 1) for one in logits])
 
-    After CONTEXT tokens another text begins.
-    """
-    token, found = torch.zeros(1, 1, dtype=torch.long), []
-    with torch.no_grad():
-        for index in range(count):
-            logits = model(token, index % CONTEXT)
-            token = logits.argmax(dim=-1)
-            found.append(logits)
-    return found
+
+@torch.no_grad()
+def decode(model: Decoder, count: int) -> None:
+    """Write `count` tokens, each the likeliest; another text begins after CONTEXT of them."""
+    token = torch.zeros(1, 1, dtype=torch.long)
+    for index in range(count):
+        token = model(token, index % CONTEXT).argmax(dim=-1)

@@ -213,7 +213,7 @@ def run(plan: Plan) -> dict[str, list[dict]]:
         outcome = launch(time_steps, plan.ways, model, plan.rounds, plan.seconds)
         errors = dict(outcome.errors)
         found = []
-        for way, times in slowest_rank(outcome).items():
+        for way, times in slowest_rank([rank["times"] for rank in outcome.ranks]).items():
             used = launch(measure_memory, [way], model, plan.memory_steps)
             errors |= used.errors
             if not used.errors:

@@ -131,9 +131,8 @@ def launch(fn: Callable[..., Any], ways: list[str], *args: Any) -> Outcome:
     return Outcome([], errors)
 
 
-def slowest_rank(outcome: Outcome) -> dict[str, list[float]]:
+def slowest_rank(by_rank: list[dict[str, list[float]]]) -> dict[str, list[float]]:
     """Return the times of each way in each round, on the rank where it took longest."""
-    by_rank = [answer["times"] for answer in outcome.ranks]
     return {
         way: [max(times) for times in zip(*(rank[way] for rank in by_rank), strict=True)]
         for way in (by_rank[0] if by_rank else ())

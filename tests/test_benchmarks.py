@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -85,6 +86,134 @@ def test_training_is_measured_and_written_up(tmp_path):
     assert data["command"] in document
     assert str(tmp_path) not in document
     assert (tmp_path / "benchmark-training.png").exists()
+
+
+def test_torch_on_phalanx_is_measured_and_written_up(tmp_path):
+    data = run(
+        tmp_path,
+        *("--operations", "all_reduce,functional_all_reduce", "--widths", "64"),
+        *("--models", "tiny", "--docs", str(tmp_path)),
+        module="torch_backend",
+    )
+    assert [one["error"] for one in data["results"]] == [None] * len(data["results"])
+    ways = {part: set() for part in ("calls", "decode", "fsdp", "ddp")}
+    for one in data["results"]:
+        assert len(one["times"]) == data["rounds"]
+        assert min(one["times"]) > 0
+        ways[one["part"]].add(one["way"])
+    both = {"gloo", "phalanx"}
+    assert ways == {
+        "calls": {*both, "itself"},
+        "decode": {*both, "whole"},
+        "fsdp": {*both, "alone"},
+        "ddp": {*both, "alone"},
+    }
+    document = (tmp_path / "torch-benchmarks.md").read_text()
+    assert "functional_all_reduce 64 KiB" in document
+    assert "not measured" not in document
+    assert str(tmp_path) not in document
+    assert (tmp_path / "benchmark-torch.png").exists()
+
+
+def fail_if_bad(stage, ways):
+    """Be one rank of a launch in which rank 1 fails whenever a way is bad."""
+    times = {}
+    for way in ways:
+        stage.enter(way)
+        if way == "bad" and stage.rank == 1:
+            raise ZeroDivisionError("it broke")
+        times |= stage.take_turns({way: lambda: 1.0 + stage.rank}, 2)
+    return times
+
+
+def test_a_way_that_fails_is_left_out(benchmark, capsys):
+    turns = benchmark("turns")
+    outcome = turns.launch(fail_if_bad, ["good", "bad", "better"])
+    assert turns.slowest_rank(outcome.ranks) == {"good": [2.0, 2.0], "better": [2.0, 2.0]}
+    assert list(outcome.errors) == ["bad"]
+    assert "ZeroDivisionError" in outcome.errors["bad"]
+    assert "it broke" in outcome.errors["bad"]
+    assert "bad" in capsys.readouterr().out
+
+
+def test_every_rank_has_the_same_order_and_another_way_begins_each_round(benchmark, monkeypatch):
+    turns, entered = benchmark("turns"), []
+    stage = object.__new__(turns.Stage)
+    monkeypatch.setattr(stage, "enter", entered.append, raising=False)
+    times = stage.take_turns({way: lambda way=way: ord(way) for way in "abc"}, 4)
+    assert "".join(entered) == "abcbcacababc"
+    assert times == {way: [ord(way)] * 4 for way in "abc"}
+
+
+def test_a_ratio_has_its_spread(benchmark):
+    ratio = benchmark("turns").compare([2.0, 20.0, 3.0, 4.0, 5.0], [1.0, 10.0, 1.0, 1.0, 1.0])
+    assert ratio == (3.0, 2.0, 4.0)
+
+
+def torch_results(part, what="a thing", num_bytes=0, errors=(), **times):
+    cell = {"part": part, "what": what, "bytes": num_bytes}
+    return [
+        *[{**cell, "way": way, "times": [time], "error": None} for way, time in times.items()],
+        *[{**cell, "way": way, "times": [], "error": "it broke\nbadly"} for way in errors],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("results", "what", "outcome"),
+    [
+        (torch_results("calls", "all_reduce", 8, gloo=60.0, phalanx=1.0), "of 8 B", "met"),
+        (torch_results("calls", "all_reduce", 8, gloo=40.0, phalanx=1.0), "of 8 B", "missed"),
+        (torch_results("calls", "all_reduce", 9, gloo=40.0, phalanx=1.0), "of 8 B", ""),
+        (torch_results("calls", "barrier", gloo=0.9, phalanx=1.0), "every call", "missed"),
+        (torch_results("decode", gloo=1.4, phalanx=1.0), "decoding", "met"),
+        (torch_results("decode", gloo=1.4, errors=["phalanx"]), "decoding", "missed"),
+        (torch_results("decode", phalanx=1.0, errors=["gloo"]), "decoding", ""),
+        (torch_results("fsdp", alone=1.0, gloo=1.05, phalanx=1.04), "FSDP2, every", "met"),
+        (torch_results("fsdp", alone=1.0, gloo=1.05, phalanx=1.04), "FSDP2, where", ""),
+        (torch_results("ddp", alone=1.0, gloo=1.2, phalanx=1.19), "DDP, where", "missed"),
+        (torch_results("ddp", alone=1.0, gloo=1.2, phalanx=1.1), "DDP, where", "met"),
+    ],
+)
+def test_targets_of_the_torch_backend_are_judged(benchmark, results, what, outcome):
+    report = benchmark("torch_report")
+    _, _, rows = report.target_table(report.TARGETS, report.cells({"results": results}))
+    (row,) = [row for row in rows if what in row[0]]
+    assert row[-1] == outcome
+
+
+def test_what_failed_on_torch_is_said(benchmark):
+    report = benchmark("torch_report")
+    results = torch_results("decode", "width 8", gloo=1.0, whole=0.5, errors=["phalanx"])
+    cells = report.cells({"results": results})
+    assert report.failures(cells) == [
+        "Tensor-parallel decoding: width 8 on Phalanx: it broke",
+    ]
+    ((_, _, (row,)),) = report.tables(cells)
+    assert row[:4] == ["width 8", "1/s", "failed", "2/s"]
+    assert "failed" in report.progress(results)
+
+
+def test_a_decoder_sees_what_came_before_and_nothing_else(benchmark):
+    models = benchmark("torch_models")
+    torch.manual_seed(0)
+    model = models.Decoder(width=64, layers=2)
+    text, other = torch.tensor([3, 1, 4, 1, 5]), torch.tensor([2, 7, 1, 8, 2, 8])
+    logits = models.read(model, text)
+    assert logits.shape == (5, models.VOCABULARY)
+    models.read(model, other)
+    torch.testing.assert_close(models.read(model, text), logits, rtol=0, atol=0)
+    changed = models.read(model, torch.tensor([3, 1, 4, 9, 5]))
+    torch.testing.assert_close(changed[:3], logits[:3], rtol=0, atol=0)
+    assert not torch.equal(changed[4], logits[4])
+
+
+@pytest.mark.parametrize(("model", "num_units"), [("tiny", 2), ("mlp", 3), ("many", 10)])
+def test_shards_hold_every_layer_once(benchmark, model, num_units):
+    module = benchmark("models").WORKLOADS[model].build()
+    units = list(benchmark("torch_models").units(module))
+    layers = [id(layer) for unit in units for layer in unit]
+    assert len(units) == num_units
+    assert len(set(layers)) == len(layers)
 
 
 def test_ratios_are_taken_within_a_round(benchmark):
