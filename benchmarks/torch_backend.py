@@ -152,7 +152,8 @@ def time_decoding(
         torch_models.decode(model, count)
         return (time.perf_counter() - start) / count
 
-    count = stage.repeats({way: partial(row, model, 1) for way, model in models.items()}, seconds)
+    trial = {way: partial(row, model, CHECKED_TOKENS) for way, model in models.items()}
+    count = stage.repeats(trial, seconds)
     rows = {way: partial(row, model, count) for way, model in models.items()}
     return stage.take_turns(rows, rounds)
 
