@@ -21,6 +21,7 @@ from .models import GPT, Chain
 
 CHAIN_UNIT = 50  # layers of a chain that are gathered together
 HEAD_WIDTH = 32
+BLOCK = 64  # hidden units that stay together when a layer is split
 VOCABULARY = 4096
 CONTEXT = 128
 
@@ -46,22 +47,22 @@ def units(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 class Attention(nn.Module):
-    """Attend to everything so far, one token at a time."""
+    """Attend to everything so far, one token at a time.
+
+    One projection makes query, key and value, head by head, so that its rows can be split.
+    """
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.query, self.key, self.value, self.out = (
-            nn.Linear(width, width, bias=False) for _ in range(4)
-        )
+        self.project = nn.Linear(width, 3 * width, bias=False)
+        self.out = nn.Linear(width, width, bias=False)
         cache = torch.zeros(2, 1, width // HEAD_WIDTH, CONTEXT, HEAD_WIDTH)
         self.register_buffer("cache", cache, persistent=False)
 
     def forward(self, x: Tensor, place: int, rotation: Tensor) -> Tensor:
-        query, key, value = (
-            project(x).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2)
-            for project in (self.query, self.key, self.value)
-        )
-        cache = self.cache[:, :, : key.shape[1]]  # a rank has as many heads as its projections
+        heads = self.project(x).unflatten(-1, (-1, 3, HEAD_WIDTH)).transpose(1, 2)
+        query, key, value = heads.unbind(-2)
+        cache = self.cache[:, :, : key.shape[1]]  # a rank has as many heads as its projection
         cache[0, :, :, place] = rotate(key, rotation)[:, :, 0]
         cache[1, :, :, place] = value[:, :, 0]
         keys, values = cache[:, :, :, : place + 1]
@@ -77,16 +78,17 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
 
 
 class Gated(nn.Module):
-    """A SwiGLU layer."""
+    """A SwiGLU layer; gates and values alternate in one projection, block by block."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        hidden = (width * 8 // 3 + 63) // 64 * 64
-        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
-        self.down = nn.Linear(hidden, width, bias=False)
+        hidden = (width * 8 // 3 + 2 * BLOCK - 1) // (2 * BLOCK) * (2 * BLOCK)
+        self.project = nn.Linear(width, 2 * hidden, bias=False)
+        self.out = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, value = self.project(x).unflatten(-1, (-1, 2, BLOCK)).unbind(-2)
+        return self.out((F.silu(gate) * value).flatten(-2))
 
 
 class Layer(nn.Module):
@@ -124,13 +126,12 @@ class Decoder(nn.Module):
 
 def parallelise(model: Decoder, group: Any) -> Decoder:
     """Split the heads, the hidden units and the vocabulary over a group."""
-    columns, rows = ColwiseParallel, RowwiseParallel
     plan = {
-        **{f"layers.*.attention.{name}": columns() for name in ("query", "key", "value")},
-        "layers.*.attention.out": rows(),
-        **{f"layers.*.perceptron.{name}": columns() for name in ("gate", "up")},
-        "layers.*.perceptron.down": rows(),
-        "head": columns(output_layouts=Replicate()),
+        "layers.*.attention.project": ColwiseParallel(),
+        "layers.*.attention.out": RowwiseParallel(),
+        "layers.*.perceptron.project": ColwiseParallel(),
+        "layers.*.perceptron.out": RowwiseParallel(),
+        "head": ColwiseParallel(output_layouts=Replicate()),
     }
     parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan)
     return model
