@@ -441,19 +441,19 @@ class TorchGroup(theirs.ProcessGroup):  # type: ignore[misc]
         tensor = _only(tensors)
         if not tensor.is_cpu:
             return self._engines.get(tensor.device).send([tensor], dst, tag)
-        return self._work(p2p.isend(tensor, None, self._inner, tag, dst))
+        return self._work(p2p.isend(tensor, None, self._inner, tag, dst), in_order=False)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         tensor = _only(tensors)
         if not tensor.is_cpu:
             return self._engines.get(tensor.device).recv([tensor], src, tag)
-        return self._work(p2p.irecv(tensor, None, self._inner, tag, src), in_turn=False)
+        return self._work(p2p.irecv(tensor, None, self._inner, tag, src), in_order=False)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         tensor = _only(tensors)
         if not tensor.is_cpu:
             return self._engines.get(tensor.device).recv_anysource([tensor], tag)
-        return self._work(p2p.irecv(tensor, None, self._inner, tag), in_turn=False)
+        return self._work(p2p.irecv(tensor, None, self._inner, tag), in_order=False)
 
     def _within(self, timeout: timedelta) -> ProcessGroup:
         """Return the group whose operations have this timeout."""
@@ -463,12 +463,12 @@ class TorchGroup(theirs.ProcessGroup):  # type: ignore[misc]
         limited.transport = cast(GroupBackend, Limited(self._inner.transport, seconds(timeout)))
         return limited
 
-    def _work(self, work: Work | None, in_turn: bool = True) -> Any:
+    def _work(self, work: Work | None, in_order: bool = True) -> Any:
         if work is None:
             return _DONE
         if self._coalesced is not None:
             self._coalesced.append(work)
-        return TorchWork(work, self._completer if in_turn else Completer())
+        return TorchWork(work, self._completer, in_order)
 
 
 _DONE = Done()

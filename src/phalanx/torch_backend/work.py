@@ -21,9 +21,10 @@ _NO_TIMEOUT = timedelta(0)  # torch's way to ask for the default
 
 
 class Completer:
-    """Completes the futures of one group's works, in the order in which they were asked for.
+    """Completes the futures of one group's works.
 
-    That is the order in which the works end. The thread is started with the first future.
+    Those of collectives, which end in the order in which they were issued, are completed in that
+    order, by a thread that is started with the first. Others have a thread each.
     """
 
     def __init__(self) -> None:
@@ -31,7 +32,7 @@ class Completer:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
-    def future(self, work: Work) -> Future[Any]:
+    def future(self, work: Work, in_order: bool) -> Future[Any]:
         """Return a future of the list of output tensors of ``work``."""
         trigger: Future[Any] = Future()
         # An error has to be raised in a callback: torch's C++ reads another kind of error as a
@@ -39,14 +40,13 @@ class Completer:
         outcome: Future[Any] = trigger.then(lambda _: _outputs(work))
         if work.is_completed():
             trigger.set_result(None)
-        elif threading.current_thread() is self._thread:
-            # A callback asks, which may wait for it: not for its own thread.
+        elif in_order and threading.current_thread() is not self._thread:
+            self._start()
+            self._queue.put((work, trigger))
+        else:  # also if a callback asks: it may wait, and not for its own thread
             threading.Thread(
                 target=_complete, args=(work, trigger), name="phalanx-future", daemon=True
             ).start()
-        else:
-            self._start()
-            self._queue.put((work, trigger))
         return outcome
 
     def close(self) -> None:
@@ -89,10 +89,11 @@ _dropped: deque[TorchWork] = deque(maxlen=64)
 class TorchWork(theirs.Work):  # type: ignore[misc]
     """A work of Phalanx's, as torch sees works."""
 
-    def __init__(self, work: Work, completer: Completer) -> None:
+    def __init__(self, work: Work, completer: Completer, in_order: bool) -> None:
         super().__init__()
         self._work = work
         self._completer = completer
+        self._in_order = in_order
         self._future: Future[Any] | None = None
         self._is_awaited = False
 
@@ -130,7 +131,7 @@ class TorchWork(theirs.Work):  # type: ignore[misc]
     def get_future(self) -> Future[Any]:
         self._is_awaited = True
         if self._future is None:
-            self._future = self._completer.future(self._work)
+            self._future = self._completer.future(self._work, self._in_order)
         return self._future
 
 
