@@ -37,6 +37,10 @@ struct UnderWay {
   ~UnderWay() { --calls_under_way; }
 };
 
+// Up to this many bytes a call takes less time than it takes to begin it on another thread and
+// come back, and so is left to those who wait for it.
+constexpr size_t kShort = 128 << 10;
+
 // A rank's end of a group: the collectives in their lane and the mailbox beside it.
 class Engine {
  public:
@@ -256,6 +260,12 @@ class Engine {
     return result;
   }
 
+  static size_t bytes_of(const Call& call) {
+    size_t count = 0;
+    for (const View& view : call.inputs) count += view.count;
+    return count * item_size(call.dtype);
+  }
+
   // A list that its owner may change later, as it is now.
   static nb::object frozen(nb::handle kept) {
     if (!PyList_Check(kept.ptr())) return nb::borrow(kept);
@@ -282,6 +292,7 @@ class Engine {
       }
       if (done) return nb::none();
     }
+    const bool at_once = bytes_of(call) > kShort;
     auto shared = std::make_shared<Call>(std::move(call));
     // Owned by the job: the caller may be interrupted while it waits.
     auto body = [this, call = shared,
@@ -295,7 +306,8 @@ class Engine {
       }
     };
     std::shared_ptr<Pending> pending = std::make_shared<PendingJob>(
-        nb::find(*this), lane_, lane_->submit(std::move(body)), board_, group_.rank(), *shared);
+        nb::find(*this), lane_, lane_->submit(std::move(body), at_once), board_, group_.rank(),
+        *shared);
     if (async) return nb::cast(pending);
     {
       nb::gil_scoped_release unlock;

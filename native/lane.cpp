@@ -1,11 +1,6 @@
 #include "lane.hpp"
 
-#include <sys/timerfd.h>
-#include <unistd.h>
-
-#include <cerrno>
-#include <cstring>
-#include <string>
+#include <utility>
 
 #include "failure.hpp"
 
@@ -13,9 +8,10 @@ namespace phalanx {
 
 namespace {
 
-// How long a call waits for somebody to come and wait for it.
-constexpr std::chrono::microseconds kMoment(100);
-constexpr std::chrono::nanoseconds kNow(1);
+// How long a short call is left to those who may come and wait for it, how often the worker looks
+// for calls that have been there for longer, and how many times in vain before it falls asleep.
+constexpr std::chrono::microseconds kMoment(100), kLook(500);
+constexpr int kPatience = 20;
 
 }  // namespace
 
@@ -52,37 +48,17 @@ void Job::finish() {
   changed_.notify_all();
 }
 
-Alarm::Alarm() : fd_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC)) {
-  if (fd_ < 0)
-    throw Failure(Kind::Backend, std::string("cannot make a timer: ") + std::strerror(errno));
-}
-
-Alarm::~Alarm() { ::close(fd_); }
-
-void Alarm::set(std::chrono::nanoseconds from_now) {
-  itimerspec time{};
-  time.it_value.tv_sec = from_now.count() / 1'000'000'000;
-  time.it_value.tv_nsec = from_now.count() % 1'000'000'000;
-  ::timerfd_settime(fd_, 0, &time, nullptr);
-}
-
-void Alarm::wait() {
-  uint64_t times;
-  while (::read(fd_, &times, sizeof times) < 0 && errno == EINTR) continue;
-}
-
-std::shared_ptr<Job> Lane::submit(Job::Body body) {
+std::shared_ptr<Job> Lane::submit(Job::Body body, bool at_once) {
   auto job = std::make_shared<Job>(std::move(body));
   std::lock_guard lock(mutex_);
   if (closing_) throw_closed();
   if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
   // What queues up behind a call on a user's thread becomes work when that call leaves, and what
   // queues up behind other work is found by whoever runs that.
-  if (queue_.empty() && !busy_) {
-    on_work_(1);
-    alarm_.set(kMoment);
-  }
+  if (queue_.empty() && !busy_) on_work_(1);
   queue_.push_back(job);
+  quiet_looks_ = 0;
+  if (!busy_ && (at_once || asleep_)) wake();
   return job;
 }
 
@@ -90,7 +66,6 @@ void Lane::help(const Job& job) {
   std::unique_lock lock(mutex_);
   if (busy_ || queue_.empty() || job.done()) return;
   on_work_(-1);
-  alarm_.clear();
   busy_ = helping_ = true;
   do {
     auto next = queue_.front();
@@ -105,17 +80,37 @@ void Lane::help(const Job& job) {
   idle_.notify_all();
 }
 
+void Lane::wake() {
+  urgent_ = true;
+  woken_.notify_one();
+}
+
 void Lane::hand_over() {
   if (!queue_.empty()) on_work_(1);
-  if (!queue_.empty() || closing_) alarm_.set(kNow);
+  if (!queue_.empty() || closing_) wake();
 }
 
 void Lane::throw_closed() { throw Failure(Kind::Backend, "the group is destroyed"); }
 
+// Wait for something to do; true if it has been there for long enough to be done here.
+bool Lane::doze(std::unique_lock<std::mutex>& lock) {
+  auto is_urgent = [&] { return urgent_; };
+  asleep_ = quiet_looks_ >= kPatience;
+  if (asleep_) {
+    woken_.wait(lock, is_urgent);
+    asleep_ = false;
+  } else {
+    woken_.wait_for(lock, kLook, is_urgent);
+    ++quiet_looks_;
+  }
+  const bool was_urgent = std::exchange(urgent_, false);
+  return was_urgent || queue_.empty() || Clock::now() - queue_.front()->issued_ > kMoment;
+}
+
 void Lane::work() {
+  std::unique_lock lock(mutex_);
   for (;;) {
-    alarm_.wait();
-    std::unique_lock lock(mutex_);
+    if (!doze(lock)) continue;
     // What runs on a user's thread is that thread's affair, also while closing.
     if (busy_ && !(closing_ && queue_.empty())) continue;
     const bool had_work = !queue_.empty();
@@ -149,7 +144,7 @@ void Lane::close(bool wait_for_helpers) {
     closing_ = true;
     worker.swap(worker_);  // of several that close, one joins
     if (wait_for_helpers) idle_.wait(lock, [&] { return !helping_; });
-    alarm_.set(kNow);
+    wake();
   }
   if (worker.joinable()) worker.join();
 }

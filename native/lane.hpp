@@ -1,7 +1,9 @@
 // The order of a group's collectives on one rank. A call on an idle lane runs at once on the
 // caller's thread; an asynchronous one, or one that finds others before it, goes through the queue.
-// What is in the queue runs on the thread of whoever comes to wait for it, or a moment later on the
-// lane's own: most who do not want to wait at once want to soon, and changing threads is slow.
+// What is in the queue runs on the thread of whoever comes to wait for it, or else on the lane's
+// own: most who do not want to wait at once want to soon, and changing threads is slow. So a call
+// that is short does not wake the lane's thread, which looks at the queue from time to time while
+// there is traffic; only if there has been none for a while, it sleeps until it is woken.
 #pragma once
 
 #include <condition_variable>
@@ -31,26 +33,12 @@ class Job {
   void run(bool on_lane);
   void finish();
   Body body_;
+  const Clock::time_point issued_ = Clock::now();
   std::exception_ptr outcome_;  // the worker's own until it is shown as error_
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   bool done_ = false;
   std::exception_ptr error_;
-};
-
-// Wakes a thread at a time that another one sets. Setting it costs much less than waking.
-class Alarm {
- public:
-  Alarm();
-  ~Alarm();
-  Alarm(const Alarm&) = delete;
-  Alarm& operator=(const Alarm&) = delete;
-  void set(std::chrono::nanoseconds from_now);  // in place of what was set before
-  void clear() { set(std::chrono::nanoseconds(0)); }
-  void wait();  // until it has gone off
-
- private:
-  int fd_;
 };
 
 class Lane {
@@ -59,7 +47,8 @@ class Lane {
   using OnWork = std::function<void(int)>;
   explicit Lane(OnWork on_work = [](int) {}) : on_work_(std::move(on_work)) {}
   ~Lane() { close(); }
-  std::shared_ptr<Job> submit(Job::Body body);
+  // `at_once` wakes the lane's own thread.
+  std::shared_ptr<Job> submit(Job::Body body, bool at_once);
 
   // Run the queue up to this job on the calling thread, unless somebody is running it.
   void help(const Job& job);
@@ -95,11 +84,12 @@ class Lane {
 
  private:
   void work();
+  bool doze(std::unique_lock<std::mutex>& lock);
+  void wake();
   void hand_over();  // what is left to the lane's own thread, by one who has run a call
   [[noreturn]] static void throw_closed();
   std::mutex mutex_;
-  Alarm alarm_;  // for the lane's own thread
-  std::condition_variable idle_;
+  std::condition_variable woken_, idle_;
   std::deque<std::shared_ptr<Job>> queue_;
   OnWork on_work_;
   std::thread worker_;
@@ -107,6 +97,9 @@ class Lane {
   bool working_ = false;  // the worker, not a user's thread
   bool helping_ = false;  // a user's thread, with what is from the queue
   bool closing_ = false;
+  bool urgent_ = false;  // the worker is wanted now
+  bool asleep_ = true;   // it does not look by itself
+  int quiet_looks_ = 0;  // since the last call
 };
 
 }  // namespace phalanx

@@ -237,7 +237,7 @@ TEST(a_lane_keeps_order) {
   std::vector<int> seen;
   std::vector<std::shared_ptr<Job>> jobs;
   for (int i = 0; i < 100; ++i)
-    jobs.push_back(lane.submit([&seen, i](bool) { seen.push_back(i); }));
+    jobs.push_back(lane.submit([&seen, i](bool) { seen.push_back(i); }, i % 2));
   for (auto& job : jobs) CHECK(job->wait(Clock::now() + std::chrono::seconds(20)));
   while (!lane.try_run([&] { seen.push_back(100); })) std::this_thread::yield();
   for (int i = 0; i <= 100; ++i) CHECK(seen[i] == i);
@@ -252,7 +252,7 @@ TEST(a_lane_is_helped) {
   };
   for (int round = 0; round < 2000; ++round) {
     std::vector<std::shared_ptr<Job>> jobs;
-    for (int i = 0; i < 3; ++i) jobs.push_back(lane.submit(body));
+    for (int i = 0; i < 3; ++i) jobs.push_back(lane.submit(body, i == 1));
     std::thread other([&] { lane.help(*jobs[1]); });
     lane.help(*jobs[2]);
     CHECK(jobs[2]->wait(Clock::now() + std::chrono::seconds(20)));
@@ -261,9 +261,10 @@ TEST(a_lane_is_helped) {
   }
   CHECK(done == 6000);
   CHECK(helped > 0);
-  auto alone = lane.submit(body);  // and nobody comes
+  std::this_thread::sleep_for(std::chrono::milliseconds(30));  // the worker falls asleep
+  auto alone = lane.submit(body, false);                       // and nobody comes
   CHECK(alone->wait(Clock::now() + std::chrono::seconds(20)));
-  lane.submit(body);
+  lane.submit(body, false);
   lane.close();
   CHECK(done == 6002);
 }
