@@ -25,6 +25,7 @@ from phalanx.torch_backend import lifted, theirs, worlds
 from phalanx.torch_backend.engines import Engines
 from phalanx.torch_backend.limits import Limited
 from phalanx.torch_backend.theirs import c10d, dist
+from phalanx.torch_backend.untraced import untraced
 from phalanx.torch_backend.work import Completer, Done, TorchWork
 from phalanx.types import ReduceOp, seconds
 from phalanx.work import JoinedWork, Work
@@ -63,6 +64,7 @@ def _op(op: Any) -> ReduceOp:
     raise ValueError(f"unknown reduce op {op!r}")
 
 
+@untraced
 class TorchGroup(theirs.ProcessGroup):  # type: ignore[misc]
     """One rank's end of a group of torch.distributed."""
 

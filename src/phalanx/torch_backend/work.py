@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from phalanx import bystanders
 from phalanx.torch_backend import theirs
+from phalanx.torch_backend.untraced import untraced
 from phalanx.work import Work
 
 _NO_TIMEOUT = timedelta(0)  # torch's way to ask for the default
@@ -86,6 +87,7 @@ def _outputs(work: Work) -> list[torch.Tensor]:
 _dropped: deque[TorchWork] = deque(maxlen=64)
 
 
+@untraced
 class TorchWork(theirs.Work):  # type: ignore[misc]
     """A work of Phalanx's, as torch sees works."""
 
@@ -135,6 +137,7 @@ class TorchWork(theirs.Work):  # type: ignore[misc]
         return self._future
 
 
+@untraced
 class Done(theirs.Work):  # type: ignore[misc]
     """An operation that was over before its work was asked for."""
 
