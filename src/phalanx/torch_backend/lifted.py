@@ -12,6 +12,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from phalanx import subgroups
 from phalanx.torch_backend.theirs import dist, state
 from phalanx_autoload import NAME
@@ -26,6 +28,7 @@ def lift() -> None:
         for module in (dist, state):
             if hasattr(module, name):
                 setattr(module, name, lifted)
+    _lift_builtin_hooks()
 
 
 def _passing_on(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,6 +49,29 @@ def _passing_on(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callabl
         return theirs(*args, **kwargs)
 
     return lifted
+
+
+def _lift_builtin_hooks() -> None:
+    """Let DistributedDataParallel compress gradients by a hook in Python.
+
+    Its hook in C++ takes the results of futures as C++ values, which no future of Python's has.
+    """
+    theirs: Any = DistributedDataParallel._register_builtin_comm_hook
+
+    @functools.wraps(theirs)
+    def lifted(model: Any, comm_hook_type: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        from phalanx.torch_backend.group import TorchGroup
+
+        compresses = comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS
+        if compresses and isinstance(model.process_group, TorchGroup):
+            model.register_comm_hook(model.process_group, fp16_compress_hook)
+            model.logger._set_comm_hook_name(str(comm_hook_type))
+        else:
+            theirs(model, comm_hook_type)
+
+    DistributedDataParallel._register_builtin_comm_hook = lifted  # type: ignore[method-assign]
 
 
 def monitored_barrier(
