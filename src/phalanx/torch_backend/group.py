@@ -205,6 +205,7 @@ class TorchGroup(theirs.ProcessGroup):  # type: ignore[misc]
         if (
             dtype_code(tensor) in op.codes
             and opts.timeout == _UNSET
+            and not self._completer.unsettled
             and not profiler._is_profiler_enabled
         ):
             # The same as below for most calls, without a second look at anything.
@@ -458,7 +459,9 @@ class TorchGroup(theirs.ProcessGroup):  # type: ignore[misc]
         return self._work(p2p.irecv(tensor, None, self._inner, tag), in_order=False)
 
     def _within(self, timeout: timedelta) -> ProcessGroup:
-        """Return the group whose operations have this timeout."""
+        """Return the group whose operations have this timeout, once it is its turn to be used."""
+        if self._completer.unsettled:
+            self._completer.settle(self._inner.backend.timeout)
         if timeout == _UNSET:
             return self._inner
         limited = copy.copy(self._inner)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -11,13 +12,16 @@ from queue import SimpleQueue
 from typing import Any
 
 import torch
+from torch.autograd import graph
 from torch.futures import Future
 
 from phalanx import bystanders
+from phalanx.errors import DistTimeout
 from phalanx.torch_backend import theirs
 from phalanx.torch_backend.untraced import untraced
 from phalanx.work import Work
 
+_BACKWARD = graph._engine_run_backward.__code__  # all that Python sees of a backward pass
 _NO_TIMEOUT = timedelta(0)  # torch's way to ask for the default
 
 
@@ -26,14 +30,19 @@ class Completer:
 
     Those of collectives, which end in the order in which they were issued, are completed in that
     order, by a thread that is started with the first. Others have a thread each.
+
+    Callbacks may communicate, as those of DistributedDataParallel's hooks do, and all ranks have to
+    communicate in the same order: `settle`, before anybody else does, lets them go first.
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Work, Future[Any]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Work, Future[Any], bool] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._callers: set[int] = set()  # threads that run callbacks
+        self.unsettled = 0  # futures of collectives with callbacks that may not have run
 
-    def future(self, work: Work, in_order: bool) -> Future[Any]:
+    def future(self, work: Work, in_order: bool, has_callbacks: bool) -> Future[Any]:
         """Return a future of the list of output tensors of ``work``."""
         trigger: Future[Any] = Future()
         # An error has to be raised in a callback: torch's C++ reads another kind of error as a
@@ -41,41 +50,63 @@ class Completer:
         outcome: Future[Any] = trigger.then(lambda _: _outputs(work))
         if work.is_completed():
             trigger.set_result(None)
-        elif in_order and threading.current_thread() is not self._thread:
+            return outcome
+        goes_first = in_order and has_callbacks
+        with self._changed:
+            self.unsettled += goes_first
+        if in_order and threading.get_ident() not in self._callers:
             self._start()
-            self._queue.put((work, trigger))
+            self._queue.put((work, trigger, goes_first))
         else:  # also if a callback asks: it may wait, and not for its own thread
             threading.Thread(
-                target=_complete, args=(work, trigger), name="phalanx-future", daemon=True
+                target=self._complete,
+                args=(work, trigger, goes_first),
+                name="phalanx-future",
+                daemon=True,
             ).start()
         return outcome
+
+    def settle(self, timeout: float) -> None:
+        """Wait until the callbacks of collectives' futures have run, unless one of them asks."""
+        if threading.get_ident() in self._callers:
+            return
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self.unsettled, timeout):
+                raise DistTimeout(
+                    f"waited {timeout:g} s for callbacks of futures of this group's works: they "
+                    "go before its next operation, so they must not wait for it"
+                )
 
     def close(self) -> None:
         """Let the thread end, once it has completed all futures."""
         self._queue.put(None)
 
     def _start(self) -> None:
-        with self._lock:
+        with self._changed:
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="phalanx-futures", daemon=True
                 )
                 self._thread.start()
 
-    def _next(self) -> tuple[Work, Future[Any]] | None:
+    def _next(self) -> tuple[Work, Future[Any], bool] | None:
         with bystanders.standing_by():
             return self._queue.get()
 
     def _run(self) -> None:
         while item := self._next():
-            _complete(*item)
+            self._complete(*item)
             del item
 
-
-def _complete(work: Work, trigger: Future[Any]) -> None:
-    with suppress(Exception):  # raised again in the future's callback
-        work.wait()
-    trigger.set_result(None)
+    def _complete(self, work: Work, trigger: Future[Any], goes_first: bool) -> None:
+        with suppress(Exception):  # raised again in the future's callback
+            work.wait()
+        self._callers.add(threading.get_ident())
+        trigger.set_result(None)
+        self._callers.discard(threading.get_ident())
+        with self._changed:
+            self.unsettled -= goes_first
+            self._changed.notify_all()
 
 
 def _outputs(work: Work) -> list[torch.Tensor]:
@@ -133,7 +164,9 @@ class TorchWork(theirs.Work):  # type: ignore[misc]
     def get_future(self) -> Future[Any]:
         self._is_awaited = True
         if self._future is None:
-            self._future = self._completer.future(self._work, self._in_order)
+            # Torch's reducer, in C++, has no callbacks that communicate.
+            by_reducer = sys._getframe(1).f_code is _BACKWARD
+            self._future = self._completer.future(self._work, self._in_order, not by_reducer)
         return self._future
 
 
