@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch_jobs import BesideGloo, run_job
+from torch_jobs import Outcomes, run_job
 
 SIZE = 2
 STEPS = 4
@@ -55,8 +55,8 @@ def train(model, rank, unused=False, steps=STEPS, samples=4):
 
 
 @pytest.fixture(scope="module")
-def beside_gloo():
-    return BesideGloo(_train_in_all_ways, _train_with_hooks, _other_uses)
+def outcomes():
+    return Outcomes(_train_in_all_ways, _train_with_hooks, _other_uses)
 
 
 WAYS = {
@@ -75,9 +75,9 @@ def _train_in_all_ways():
     }
 
 
-def test_training_is_that_of_one_process_with_all_data(beside_gloo):
+def test_training_is_that_of_one_process_with_all_data(outcomes):
     alone = {way: train(Net(), None, way == "unused") for way in WAYS}
-    for trained in beside_gloo.of(_train_in_all_ways):
+    for trained in outcomes.of(_train_in_all_ways):
         torch.testing.assert_close(trained, alone)
 
 
@@ -99,9 +99,9 @@ def _train_with_hooks():
     ]
 
 
-def test_hooks_sum_and_compress(beside_gloo):
+def test_hooks_sum_and_compress(outcomes):
     alone = train(Net(), None)
-    for exact, half, builtin, builtin_half in beside_gloo.of(_train_with_hooks):
+    for exact, half, builtin, builtin_half in outcomes.of(_train_with_hooks):
         torch.testing.assert_close([exact, builtin], [alone, alone])
         torch.testing.assert_close([half, builtin_half], [alone, alone], rtol=1e-2, atol=1e-3)
         assert any(not torch.equal(a, b) for a, b in zip(half, exact, strict=True))
@@ -172,8 +172,8 @@ def _other_uses():
     return _accumulate(), _sparse(), _uneven(), _buffers()
 
 
-def test_accumulation_sparse_gradients_uneven_inputs_and_buffers(beside_gloo):
-    (first, *_), (second, *_) = results = beside_gloo.of(_other_uses)
+def test_accumulation_sparse_gradients_uneven_inputs_and_buffers(outcomes):
+    (first, *_), (second, *_) = results = outcomes.of(_other_uses)
     for rank, ((own, both), sparse, _, _) in enumerate(results):
         model = Net()
         loss_of(model(batch(0, rank))).backward()

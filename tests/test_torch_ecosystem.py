@@ -26,15 +26,16 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch_jobs import BesideGloo, run_job
+from torch_jobs import Outcomes, run_job
 
 SIZE = 2
 
 
 @pytest.fixture(scope="module")
-def beside_gloo():
-    return BesideGloo(
+def outcomes():
+    return Outcomes(
         _functional,
         _functional_in_place,
         _functional_backward,
@@ -106,9 +107,9 @@ def _functional():
     return {name: _waited(call()) for name, call in calls.items()}
 
 
-def test_functional_collectives(beside_gloo):
+def test_functional_collectives(outcomes):
     total, stacked = ZERO + ONE, torch.cat([ZERO, ONE])
-    for rank, results in enumerate(beside_gloo.of(_functional)):
+    for rank, results in enumerate(outcomes.of(_functional)):
         half = slice(2 * rank, 2 * rank + 2)
         cut = slice(0, 1) if rank == 0 else slice(1, 4)
         expected = {
@@ -157,9 +158,9 @@ def _functional_in_place():
     return [gathered, scattered, summed, exchanged, *parts, received]
 
 
-def test_functional_collectives_in_place(beside_gloo):
+def test_functional_collectives_in_place(outcomes):
     total = ZERO + ONE
-    for rank, results in enumerate(beside_gloo.of(_functional_in_place)):
+    for rank, results in enumerate(outcomes.of(_functional_in_place)):
         half = slice(2 * rank, 2 * rank + 2)
         exchanged = torch.cat([ZERO[half], ONE[half]])
         expected = [torch.cat([ZERO, ONE]), total[half], total, exchanged, ZERO, ONE, own(1 - rank)]
@@ -191,11 +192,11 @@ def _functional_backward():
     return [_weighted(o, tensor.clone().requires_grad_()) for o in operations]
 
 
-def test_functional_collectives_are_differentiable(beside_gloo):
+def test_functional_collectives_are_differentiable(outcomes):
     gathered = [weights(torch.empty(8, 2), rank) for rank in range(SIZE)]
     scattered = [weights(torch.empty(2, 2), rank) for rank in range(SIZE)]
     exchanged = [weights(torch.empty(4, 2), rank) for rank in range(SIZE)]
-    for rank, results in enumerate(beside_gloo.of(_functional_backward)):
+    for rank, results in enumerate(outcomes.of(_functional_backward)):
         half = slice(2 * rank, 2 * rank + 2)
         expected = [
             [sum(gathered).chunk(SIZE)[rank]],
@@ -233,10 +234,10 @@ def _differentiable():
     }
 
 
-def test_collectives_of_torch_distributed_nn_are_differentiable(beside_gloo):
+def test_collectives_of_torch_distributed_nn_are_differentiable(outcomes):
     here = [weights(torch.empty(4, 2), rank) for rank in range(SIZE)]
     total = sum(here)
-    for rank, results in enumerate(beside_gloo.of(_differentiable)):
+    for rank, results in enumerate(outcomes.of(_differentiable)):
         torch.testing.assert_close(results["all_reduce"], [total], rtol=0, atol=0)
         torch.testing.assert_close(results["all_gather"], [total], rtol=0, atol=0)
         torch.testing.assert_close(results["reduce_scatter"], here, rtol=0, atol=0)
@@ -260,8 +261,8 @@ def _meshes():
     return [functional.all_reduce(tensor, "sum", group) + 0 for group in groups]
 
 
-def test_meshes_and_their_groups(beside_gloo):
-    for rank, results in enumerate(beside_gloo.of(_meshes)):
+def test_meshes_and_their_groups(outcomes):
+    for rank, results in enumerate(outcomes.of(_meshes)):
         assert [each.item() for each in results] == [3, rank + 1, 3, 3, 3]
 
 
@@ -294,8 +295,8 @@ def _checkpoints():
     return results
 
 
-def test_checkpoints_give_back_what_was_saved(beside_gloo):
-    for saved, loaded, loaded_later in beside_gloo.of(_checkpoints):
+def test_checkpoints_give_back_what_was_saved(outcomes):
+    for saved, loaded, loaded_later in outcomes.of(_checkpoints):
         assert not torch.equal(saved[0], mlp()[0].weight)
         torch.testing.assert_close([loaded, loaded_later], [saved, saved], rtol=0, atol=0)
 
@@ -332,9 +333,9 @@ def _zero():
     return trained, states
 
 
-def test_zero_redundancy_optimizer(beside_gloo):
+def test_zero_redundancy_optimizer(outcomes):
     expected = alone(torch.optim.Adam, lr=0.01)
-    for rank, (trained, states) in enumerate(beside_gloo.of(_zero)):
+    for rank, (trained, states) in enumerate(outcomes.of(_zero)):
         torch.testing.assert_close(trained, expected)
         assert states == (0 if rank else 6)
 
@@ -375,8 +376,8 @@ def _post_local():
     return _train(model, optimizer, steps=5), _train(model, optimizer, steps=1)
 
 
-def test_post_local_sgd_averages_from_time_to_time(beside_gloo):
-    (averaged, apart), (averaged_there, apart_there) = beside_gloo.of(_post_local)
+def test_post_local_sgd_averages_from_time_to_time(outcomes):
+    (averaged, apart), (averaged_there, apart_there) = outcomes.of(_post_local)
     torch.testing.assert_close(averaged, averaged_there, rtol=0, atol=0)
     assert not torch.equal(apart[0], apart_there[0])
 
@@ -391,8 +392,8 @@ def _join():
     return parameters_of(model)
 
 
-def test_ranks_that_joined_shadow_the_others(beside_gloo):
-    first, second = beside_gloo.of(_join)
+def test_ranks_that_joined_shadow_the_others(outcomes):
+    first, second = outcomes.of(_join)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     assert not torch.equal(first[0], alone(torch.optim.SGD, steps=2, lr=0.1)[0])
 
@@ -429,8 +430,8 @@ def _pipelines():
     return results
 
 
-def test_pipelines_compute_what_the_whole_model_does(beside_gloo):
-    for results in beside_gloo.of(_pipelines):
+def test_pipelines_compute_what_the_whole_model_does(outcomes):
+    for results in outcomes.of(_pipelines):
         for count, losses, gradients in results.values():
             layers = stages(count)
             output = nn.Sequential(*layers)(INPUTS)

@@ -31,14 +31,14 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch_jobs import BesideGloo
+from torch_jobs import Outcomes
 
 SIZE = 2
 
 
 @pytest.fixture(scope="module")
-def beside_gloo():
-    return BesideGloo(
+def outcomes():
+    return Outcomes(
         _fully_shard,
         _fully_shard_in_low_precision,
         _fully_shard_otherwise,
@@ -99,9 +99,9 @@ def _fully_shard():
     return *trained, state
 
 
-def test_fully_shard_trains_as_one_process(beside_gloo):
+def test_fully_shard_trains_as_one_process(outcomes):
     norms, parameters = train(mlp(), range(SIZE), clip=True)
-    for result in beside_gloo.of(_fully_shard):
+    for result in outcomes.of(_fully_shard):
         torch.testing.assert_close(result, (norms, parameters, parameters))
 
 
@@ -113,9 +113,9 @@ def _fully_shard_in_low_precision():
     ]
 
 
-def test_fully_shard_in_low_precision(beside_gloo):
+def test_fully_shard_in_low_precision(outcomes):
     alone = train(mlp(), range(SIZE))[1]
-    for kinds in beside_gloo.of(_fully_shard_in_low_precision):
+    for kinds in outcomes.of(_fully_shard_in_low_precision):
         torch.testing.assert_close(kinds, [alone, alone], rtol=0.05, atol=0.02)
         assert all(p.dtype is torch.float32 for p in kinds[0])
 
@@ -132,9 +132,9 @@ def _fully_shard_otherwise():
     return results
 
 
-def test_fully_shard_in_other_ways(beside_gloo):
+def test_fully_shard_in_other_ways(outcomes):
     alone = train(mlp(), range(SIZE))[1]
-    for results in beside_gloo.of(_fully_shard_otherwise):
+    for results in outcomes.of(_fully_shard_otherwise):
         torch.testing.assert_close(results, dict.fromkeys(results, alone))
 
 
@@ -159,9 +159,9 @@ def _fsdp1():
     return results
 
 
-def test_fully_sharded_data_parallel_trains_as_one_process(beside_gloo):
+def test_fully_sharded_data_parallel_trains_as_one_process(outcomes):
     alone = torch.cat([p.flatten() for p in train(mlp(), range(SIZE))[1]])
-    for results in beside_gloo.of(_fsdp1):
+    for results in outcomes.of(_fsdp1):
         torch.testing.assert_close(results, [alone] * len(results))
 
 
@@ -188,8 +188,8 @@ def _redistribute():
     return results
 
 
-def test_tensors_are_redistributed(beside_gloo):
-    for rank, results in enumerate(beside_gloo.of(_redistribute)):
+def test_tensors_are_redistributed(outcomes):
+    for rank, results in enumerate(outcomes.of(_redistribute)):
         for name, (local, all_of_it) in results.items():
             old, _, new = name.partition(" to ")
             expected = REDUCTIONS.get(old, WHOLE)
@@ -215,7 +215,7 @@ def _operate():
     }
 
 
-def test_operations_and_modules_on_distributed_tensors(beside_gloo):
+def test_operations_and_modules_on_distributed_tensors(outcomes):
     model = mlp()
     model(batch(0, range(SIZE))).square().mean().backward()
     expected = {
@@ -224,7 +224,7 @@ def test_operations_and_modules_on_distributed_tensors(beside_gloo):
         "norm": WHOLE.norm(),
         "gradients": [p.grad for p in model.parameters()],
     }
-    for results in beside_gloo.of(_operate):
+    for results in outcomes.of(_operate):
         torch.testing.assert_close(results, expected)
 
 
@@ -252,9 +252,9 @@ def _tensor_parallel():
     return passed(parallelize_module(feed_forward(), mesh, plan), batch(0, [0]))
 
 
-def test_tensor_parallelism(beside_gloo):
+def test_tensor_parallelism(outcomes):
     expected = passed(feed_forward(), batch(0, [0]))
-    for result in beside_gloo.of(_tensor_parallel):
+    for result in outcomes.of(_tensor_parallel):
         torch.testing.assert_close(result, expected)
 
 
@@ -273,9 +273,9 @@ def _sequence_parallel():
     return passed(parallelize_module(feed_forward(normed=True), mesh, plan), part)
 
 
-def test_sequence_parallelism(beside_gloo):
+def test_sequence_parallelism(outcomes):
     expected = passed(feed_forward(normed=True), SEQUENCE)
-    for result in beside_gloo.of(_sequence_parallel):
+    for result in outcomes.of(_sequence_parallel):
         torch.testing.assert_close(result, expected)
 
 
@@ -297,11 +297,11 @@ def _vocabulary_parallel():
     return whole(loss), [whole(p.grad) for p in model.parameters()]
 
 
-def test_a_vocabulary_and_its_loss_in_parallel(beside_gloo):
+def test_a_vocabulary_and_its_loss_in_parallel(outcomes):
     model = vocabulary()
     loss = F.cross_entropy(model(torch.arange(10)), torch.arange(10))
     loss.backward()
-    for result in beside_gloo.of(_vocabulary_parallel):
+    for result in outcomes.of(_vocabulary_parallel):
         torch.testing.assert_close(result, (loss.detach(), [p.grad for p in model.parameters()]))
 
 
@@ -315,5 +315,5 @@ def _two_dimensions():
 
 def test_data_and_tensor_parallelism_in_two_dimensions():
     expected = train(feed_forward(), range(2))[1]
-    for trained in BesideGloo(_two_dimensions, size=4).of(_two_dimensions, rtol=1e-5, atol=1e-6):
+    for trained in Outcomes(_two_dimensions, size=4).of(_two_dimensions, rtol=1e-5, atol=1e-6):
         torch.testing.assert_close(trained, expected)

@@ -36,23 +36,28 @@ def run_job(program, size, *args, backends=("phalanx",), return_exceptions=False
         )
 
 
-class BesideGloo:
-    """What programs returned on Phalanx and on Gloo, all of them in one start of processes."""
+class Outcomes:
+    """What programs returned, all of them run in one start of processes.
 
-    def __init__(self, *programs, size=2):
-        self._both = run_job(_all_of, size, programs, backends=("phalanx", "gloo"))
+    They run on Phalanx and, to compare, on Gloo, unless told otherwise.
+    """
+
+    def __init__(self, *programs, size=2, beside_gloo=True):
+        backends = ("phalanx", "gloo") if beside_gloo else ("phalanx",)
+        self._by_rank = run_job(_all_of, size, programs, backends=backends)
 
     def of(self, program, rtol=0.0, atol=0.0):
-        """Return by rank what a program returned on Phalanx, once it is what it is on Gloo.
+        """Return by rank what a program returned on Phalanx, once it is what it was on Gloo.
 
         That is the same bit by bit with two ranks: two numbers can be added in one order only.
         """
         results = []
-        for rank, both in enumerate(self._both):
-            ours, theirs = (results[program.__name__] for results in both)
-            for backend, result in (("phalanx", ours), ("gloo", theirs)):
-                assert not isinstance(result, str), f"rank {rank} on {backend}:\n{result}"
-            torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol)
+        for rank, on_backends in enumerate(self._by_rank):
+            ours, *theirs = (outcomes[program.__name__] for outcomes in on_backends)
+            for result in (ours, *theirs):
+                assert not isinstance(result, str), f"on rank {rank}:\n{result}"
+            for other in theirs:
+                torch.testing.assert_close(ours, other, rtol=rtol, atol=atol)
             results.append(ours)
         return results
 
@@ -90,4 +95,4 @@ def _result_of(program):
     try:
         return program()
     except Exception:
-        return traceback.format_exc()
+        return f"{dist.get_backend()}: {traceback.format_exc()}"
