@@ -47,7 +47,8 @@ def add(
     world: World, name: str, ranks: Sequence[int], timeout: float, purpose: str = "undefined"
 ) -> ProcessGroup:
     """Make another group of a world that exists; all of ``ranks`` must."""
-    group = world.add_group(name, ranks, _CONFIG, timeout, None, purpose)
+    # Phalanx's own groups of the world are called "1", "2" as well.
+    group = world.add_group(f"torch:{name}", ranks, _CONFIG, timeout, None, purpose)
     _settle(world, group)
     return group
 
