@@ -21,7 +21,7 @@ from phalanx import coalescing, collectives, p2p
 from phalanx._native import dtype_code
 from phalanx.backends.base import GroupBackend
 from phalanx.group import ProcessGroup
-from phalanx.torch_backend import lifted, theirs, worlds
+from phalanx.torch_backend import handlers, lifted, theirs, worlds
 from phalanx.torch_backend.engines import Engines
 from phalanx.torch_backend.limits import Limited
 from phalanx.torch_backend.theirs import c10d, dist
@@ -50,6 +50,7 @@ def create(options: Any, pg_options: Any = None) -> TorchGroup:
             "leave pg_options out"
         )
     lifted.lift()
+    handlers.register()
     world, inner = worlds.join(options)
     return TorchGroup(world, inner, options.store, options.group_id)
 
