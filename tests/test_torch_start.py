@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch_jobs import run_job
 
 import phalanx
@@ -174,3 +176,27 @@ def _both_vocabularies():
 def test_both_vocabularies_in_one_program():
     for (result,) in run_job(_both_vocabularies, SIZE):
         assert result == (12, 3, SIZE)
+
+
+def normed(sync):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    return phalanx.SyncBatchNorm.convert_sync_batchnorm(model) if sync else model
+
+
+def trained(model, ranks):
+    generators = [torch.Generator().manual_seed(rank) for rank in ranks]
+    inputs = torch.cat([torch.randn(4, 6, generator=generator) for generator in generators])
+    model(inputs).square().mean().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def _phalanx_layers_in_torchs_model():
+    return trained(DistributedDataParallel(normed(True)), [dist.get_rank()])
+
+
+def test_batch_norm_of_phalanx_in_a_model_of_torch():
+    # Torch's own SyncBatchNorm is for GPUs.
+    expected = trained(normed(False), range(SIZE))
+    for (gradients,) in run_job(_phalanx_layers_in_torchs_model, SIZE):
+        torch.testing.assert_close(gradients, expected)

@@ -6,7 +6,7 @@ After an installation torch knows it without an import. Where it does not look f
 ``group`` is what torch calls, ``work`` what it is given for operations in flight, ``store`` how a
 store of torch serves Phalanx, ``worlds`` which of torch's groups share a Phalanx world, ``engines``
 who serves other devices, ``lifted`` what torch keeps for its own backends unless told better,
-``handlers`` what its debug server can ask, and ``untraced`` how torch.compile leaves all of it alone.
+``handlers`` what its debug server can ask, and ``untraced`` how torch.compile leaves it all alone.
 """
 
 from phalanx_autoload import register

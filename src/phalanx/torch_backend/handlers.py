@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 from typing import Any
@@ -14,6 +15,8 @@ from phalanx_autoload import NAME
 @functools.cache
 def register() -> None:
     """Let the server answer requests for ``phalanx_flight_record``."""
+    # Torch lets go of it after the interpreter has ended, when it cannot be freed.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_flight_record))
     c10d._register_handler(f"{NAME}_flight_record", _flight_record)
 
 
