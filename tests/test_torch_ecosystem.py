@@ -149,13 +149,14 @@ def _functional_in_place():
     ]
     _waited(results)
     other = 1 - dist.get_rank()
-    received = torch.empty(4, 2)
-    for word in (
-        functional.isend_inplace(tensor, other),
-        functional.irecv_inplace(received, other),
-    ):
-        functional.wait_tensor(word)
-    return [gathered, scattered, summed, exchanged, *parts, received]
+    received, batched = torch.empty(4, 2), torch.empty(4, 2)
+    sent = functional.isend_inplace(tensor, other)
+    _waited([functional.irecv_inplace(received, other), sent])
+    pair = functional.batch_p2p_ops_inplace(
+        ["isend", "irecv"], [other, other], [0, 0], [tensor, batched], group.group_name
+    )
+    _waited(pair)
+    return [gathered, scattered, summed, exchanged, *parts, received, batched]
 
 
 def test_functional_collectives_in_place(outcomes):
@@ -163,7 +164,8 @@ def test_functional_collectives_in_place(outcomes):
     for rank, results in enumerate(outcomes.of(_functional_in_place)):
         half = slice(2 * rank, 2 * rank + 2)
         exchanged = torch.cat([ZERO[half], ONE[half]])
-        expected = [torch.cat([ZERO, ONE]), total[half], total, exchanged, ZERO, ONE, own(1 - rank)]
+        received = [own(1 - rank), own(1 - rank)]
+        expected = [torch.cat([ZERO, ONE]), total[half], total, exchanged, ZERO, ONE, *received]
         torch.testing.assert_close(results, expected, rtol=0, atol=0)
 
 

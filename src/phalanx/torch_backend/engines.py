@@ -7,8 +7,19 @@ from typing import Any
 
 import torch
 
-from phalanx.torch_backend.theirs import dist, state
+from phalanx.torch_backend.theirs import c10d, dist, state
 from phalanx_autoload import NAME
+
+
+def refusing(rank: int, size: int) -> Any:
+    """Return an engine that refuses all operations.
+
+    Torch's C++ asks a group for an engine, before it calls methods of the group that are written in
+    Python (`batch_isend_irecv` in a compiled function), and does nothing else with it.
+    """
+    options = c10d.FakeProcessGroup.Options()
+    options.error_on_collective = True
+    return c10d.FakeProcessGroup._create_internal(rank, size, options)
 
 
 class Engines:

@@ -22,7 +22,7 @@ from phalanx._native import dtype_code
 from phalanx.backends.base import GroupBackend
 from phalanx.group import ProcessGroup
 from phalanx.torch_backend import handlers, lifted, theirs, worlds
-from phalanx.torch_backend.engines import Engines
+from phalanx.torch_backend.engines import Engines, refusing
 from phalanx.torch_backend.limits import Limited
 from phalanx.torch_backend.theirs import c10d, dist
 from phalanx.torch_backend.untraced import untraced
@@ -77,6 +77,8 @@ class TorchGroup(theirs.ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, world: World, inner: ProcessGroup, store: Any, name: str) -> None:
         super().__init__(inner.rank(), inner.size())
+        kind = c10d.ProcessGroup.BackendType.CUSTOM
+        self._register_backend(_CPU, kind, refusing(inner.rank(), inner.size()))
         self._world = world
         self._inner = inner
         self._store = store
