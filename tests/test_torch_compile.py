@@ -92,13 +92,20 @@ def _works_and_messages():
         sent.wait()
         return received + 1
 
+    def batch(x):
+        received = torch.empty_like(x)
+        messages = dist.P2POp(dist.isend, 2 * x, other), dist.P2POp(dist.irecv, received, other)
+        for work in dist.batch_isend_irecv(list(messages)):
+            work.wait()
+        return received + 1
+
     tensor = own(dist.get_rank())
-    return [compiled(f)(tensor) for f in (asynchronous, exchange)]
+    return [compiled(f)(tensor) for f in (asynchronous, exchange, batch)]
 
 
 def test_graphs_break_at_works_and_messages(outcomes):
     for rank, results in enumerate(outcomes.of(_works_and_messages)):
-        expected = [2 * (own(0) + own(1)) + 1, 2 * own(1 - rank) + 1]
+        expected = [2 * (own(0) + own(1)) + 1, 2 * own(1 - rank) + 1, 2 * own(1 - rank) + 1]
         torch.testing.assert_close(results, expected, rtol=0, atol=0)
 
 
