@@ -24,6 +24,8 @@ from phalanx.work import Work
 _BACKWARD = graph._engine_run_backward.__code__  # all that Python sees of a backward pass
 _NO_TIMEOUT = timedelta(0)  # torch's way to ask for the default
 
+_callers: set[int] = set()  # threads that run callbacks now, of any group
+
 
 class Completer:
     """Completes the futures of one group's works.
@@ -39,7 +41,6 @@ class Completer:
         self._queue: SimpleQueue[tuple[Work, Future[Any], bool] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition()
-        self._callers: set[int] = set()  # threads that run callbacks
         self.unsettled = 0  # futures of collectives with callbacks that may not have run
 
     def future(self, work: Work, in_order: bool, has_callbacks: bool) -> Future[Any]:
@@ -54,7 +55,7 @@ class Completer:
         goes_first = in_order and has_callbacks
         with self._changed:
             self.unsettled += goes_first
-        if in_order and threading.get_ident() not in self._callers:
+        if in_order and threading.get_ident() not in _callers:
             self._start()
             self._queue.put((work, trigger, goes_first))
         else:  # also if a callback asks: it may wait, and not for its own thread
@@ -68,7 +69,7 @@ class Completer:
 
     def settle(self, timeout: float) -> None:
         """Wait until the callbacks of collectives' futures have run, unless one of them asks."""
-        if threading.get_ident() in self._callers:
+        if threading.get_ident() in _callers:
             return
         with self._changed:
             if not self._changed.wait_for(lambda: not self.unsettled, timeout):
@@ -101,9 +102,9 @@ class Completer:
     def _complete(self, work: Work, trigger: Future[Any], goes_first: bool) -> None:
         with suppress(Exception):  # raised again in the future's callback
             work.wait()
-        self._callers.add(threading.get_ident())
+        _callers.add(threading.get_ident())
         trigger.set_result(None)
-        self._callers.discard(threading.get_ident())
+        _callers.discard(threading.get_ident())
         with self._changed:
             self.unsettled -= goes_first
             self._changed.notify_all()
