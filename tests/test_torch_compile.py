@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torch_jobs import Outcomes
+from torch_ranks import Outcomes
 
 SIZE = 2
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch_jobs import Outcomes, run_job
+from torch_ranks import Outcomes, run_torch
 
 SIZE = 2
 STEPS = 4
@@ -121,7 +121,7 @@ def test_power_sgd_communicates_in_callbacks_of_several_buckets():
     # With one sample on each rank gradients have rank 2, and nothing is lost. On Gloo, this ends
     # the process: callbacks communicate in whatever order they are called.
     alone = train(Net(), None, steps=8, samples=1)
-    for ((trained, rate),) in run_job(_train_with_power_sgd, SIZE):
+    for trained, rate in run_torch(_train_with_power_sgd, SIZE):
         assert rate > 1.5
         torch.testing.assert_close(trained, alone, rtol=1e-3, atol=2e-4)
 
@@ -210,8 +210,7 @@ def _fail_in_backward(how, hooked):
 
 @pytest.mark.parametrize(("how", "hooked"), [("kill", False), ("raise", True)])
 def test_the_others_learn_who_failed_in_backward(how, hooked):
-    survivor, failed = run_job(_fail_in_backward, SIZE, how, hooked, return_exceptions=True)
-    (message,) = survivor
+    message, failed = run_torch(_fail_in_backward, SIZE, how, hooked, return_exceptions=True)
     facts = ["PeerFailed", "rank 1", r"test_torch_ddp\.py:\d+ in _fail_in_backward"]
     facts += ["SIGKILL"] if how == "kill" else ["ArithmeticError", "nobody wants"]
     for fact in facts:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
-from torch_jobs import run_job
+from torch_ranks import run_torch
 
 import phalanx
 
@@ -65,7 +65,7 @@ FACTS = {
 def test_mismatches_are_named_at_all_debug_levels(monkeypatch, level):
     # With Gloo, DETAIL and DistributedDataParallel together end the process.
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
-    for ((name, reduced, messages),) in run_job(_mismatches, SIZE):
+    for name, reduced, messages in run_torch(_mismatches, SIZE):
         assert (name, reduced) == (level, 3)
         for kind, message in messages.items():
             for fact in (*FACTS[kind], "rank 0", "rank 1", "test_torch_debugging.py"):
@@ -86,7 +86,7 @@ def _wait_in_vain():
 
 
 def test_a_missing_rank_is_named():
-    (message,), _ = run_job(_wait_in_vain, SIZE)
+    message, _ = run_torch(_wait_in_vain, SIZE)
     assert "rank 1 is busy" in message.lower()
 
 
@@ -105,7 +105,7 @@ def _served():
 
 
 def test_torchs_debug_server_tells_the_flight_record():
-    for rank, ((record, trace),) in enumerate(run_job(_served, SIZE)):
+    for rank, (record, trace) in enumerate(run_torch(_served, SIZE)):
         assert record["rank"] == rank
         (entry,) = [e for e in record["groups"][0]["entries"] if e["op"] == "all_reduce"]
         assert (entry["dtype"], entry["shape"]) == ("float32", [3])

@@ -28,7 +28,7 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch_jobs import Outcomes, run_job
+from torch_ranks import Outcomes, run_torch
 
 SIZE = 2
 
@@ -361,7 +361,7 @@ def _overlap():
 def test_zero_redundancy_optimizer_overlaps_with_backward():
     # Torch refuses this on Gloo, where it may hang. Buckets are rebuilt in the first steps, in
     # which parameters stay as they are.
-    results = [result for (result,) in run_job(_overlap, SIZE)]
+    results = run_torch(_overlap, SIZE)
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
     assert not torch.equal(results[0][0], mlp()[0].weight)
 

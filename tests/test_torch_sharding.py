@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
-from torch_jobs import Outcomes
+from torch_ranks import Outcomes
 
 SIZE = 2
 

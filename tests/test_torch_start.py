@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch_jobs import run_job
+from torch_ranks import run_torch, run_torch_on
 
 import phalanx
 
@@ -36,14 +36,11 @@ def _again_on_one_store():
         dist.init_process_group("phalanx", store=store, rank=rank, world_size=SIZE)
         results += [total(), total(dist.new_group([0, 1]))]
         dist.destroy_process_group()
-    # The job ends what it has begun.
-    store = dist.FileStore(str(Path.cwd() / "last"), SIZE)
-    dist.init_process_group("phalanx", store=store, rank=rank, world_size=SIZE)
     return results
 
 
 def test_groups_come_and_go_on_one_store():
-    for (results,) in run_job(_again_on_one_store, SIZE):
+    for results in run_torch(_again_on_one_store, SIZE):
         assert results == [3] * 6
 
 
@@ -142,11 +139,11 @@ def _engines():
 
 def test_other_devices_have_engines_of_their_own():
     names = "cpu:phalanx,cuda:gloo", "cuda:gloo,cpu:phalanx"
-    for results in run_job(_engines, SIZE, backends=names):
+    for results in run_torch_on(names, _engines, SIZE):
         assert results == [("ProcessGroupGloo", 3, 3, ["cpu", "cuda"])] * 2
 
 
-def _beside(other):
+def _beside():
     ours, theirs = dist.new_group(backend="phalanx"), dist.new_group(backend="gloo")
     alone = dist.new_group([1], backend="phalanx")
     results = [total(), total(ours), total(theirs), total(ours)]
@@ -158,7 +155,7 @@ def _beside(other):
 
 
 def test_groups_of_several_backends_in_one_job():
-    for rank, results in enumerate(run_job(_beside, SIZE, "gloo", backends=("phalanx", "gloo"))):
+    for rank, results in enumerate(run_torch_on(["phalanx", "gloo"], _beside, SIZE)):
         totals = [3, 3, 3, 3, 2, 3] if rank == 1 else [3] * 5
         assert results == [(totals, ["phalanx", "gloo"]), (totals, ["gloo", "gloo"])]
 
@@ -174,7 +171,7 @@ def _both_vocabularies():
 
 
 def test_both_vocabularies_in_one_program():
-    for (result,) in run_job(_both_vocabularies, SIZE):
+    for result in run_torch(_both_vocabularies, SIZE):
         assert result == (12, 3, SIZE)
 
 
@@ -198,5 +195,5 @@ def _phalanx_layers_in_torchs_model():
 def test_batch_norm_of_phalanx_in_a_model_of_torch():
     # Torch's own SyncBatchNorm is for GPUs.
     expected = trained(normed(False), range(SIZE))
-    for (gradients,) in run_job(_phalanx_layers_in_torchs_model, SIZE):
+    for gradients in run_torch(_phalanx_layers_in_torchs_model, SIZE):
         torch.testing.assert_close(gradients, expected)
