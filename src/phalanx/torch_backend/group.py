@@ -21,19 +21,17 @@ from phalanx import coalescing, collectives, p2p
 from phalanx._native import dtype_code
 from phalanx.backends.base import GroupBackend
 from phalanx.group import ProcessGroup
-from phalanx.torch_backend import handlers, lifted, theirs, worlds
-from phalanx.torch_backend.engines import Engines, refusing
+from phalanx.torch_backend import handlers, lifted, worlds
 from phalanx.torch_backend.limits import Limited
-from phalanx.torch_backend.theirs import c10d, dist
+from phalanx.torch_backend.membership import Membership
+from phalanx.torch_backend.theirs import c10d
 from phalanx.torch_backend.untraced import untraced
-from phalanx.torch_backend.work import Completer, Done, TorchWork
+from phalanx.torch_backend.work import Done, TorchWork
 from phalanx.types import ReduceOp, seconds
 from phalanx.work import JoinedWork, Work
-from phalanx.world import World
 from phalanx_autoload import NAME
 
 _UNSET = timedelta(milliseconds=-1)  # a timeout in torch's options that nobody has set
-_CPU = torch.device("cpu")
 
 # By the number that torch gives them, which is the hash of its wrapper class.
 _OPS = {
@@ -66,135 +64,8 @@ def _op(op: Any) -> ReduceOp:
 
 
 @untraced
-class TorchGroup(theirs.ProcessGroup):  # type: ignore[misc]
-    """One rank's end of a group of torch.distributed."""
-
-    supports_splitting = True
-    supports_shrinking = True
-    supports_coalescing = False
-    supports_time_estimate = False
-    supports_tensor_alloc = False
-
-    def __init__(self, world: World, inner: ProcessGroup, store: Any, name: str) -> None:
-        super().__init__(inner.rank(), inner.size())
-        kind = c10d.ProcessGroup.BackendType.CUSTOM
-        self._register_backend(_CPU, kind, refusing(inner.rank(), inner.size()))
-        self._world = world
-        self._inner = inner
-        self._store = store
-        self._name = name
-        self._description = "undefined"
-        self._completer = Completer()
-        self._engines = Engines(self, store)
-        self._coalesced: list[Work] | None = None
-
-    # Who it is
-
-    def rank(self) -> int:
-        return self._inner.rank()
-
-    def size(self) -> int:
-        return self._inner.size()
-
-    getRank, getSize = rank, size
-
-    def name(self) -> str:
-        return NAME
-
-    getBackendName = _get_backend_name = name
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    def getGroupDesc(self) -> str:
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:
-        self._description = description
-
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
-
-    def get_group_store(self) -> Any:
-        return self._store
-
-    @property
-    def inner(self) -> ProcessGroup:
-        """Phalanx's own group of the same ranks."""
-        return self._inner
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [_CPU, *self._engines.devices()]
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self if device.type == "cpu" else self._engines.get(device)
-
-    @property
-    def options(self) -> Any:
-        options = c10d.Backend.Options(NAME, self._timeout)
-        options.global_ranks_in_group = list(self._inner.ranks)
-        options.group_name = self._name
-        return options
-
-    # How long it lives
-
-    @property
-    def _timeout(self) -> timedelta:
-        return timedelta(seconds=self._inner.backend.timeout)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._inner.set_timeout(timeout)
-
-    _set_default_timeout = set_timeout
-
-    def abort(self) -> None:
-        self._inner.abort("torch.distributed aborted the group")
-        self._engines.abort()
-        self.shutdown()
-
-    def shutdown(self) -> None:
-        worlds.leave(self._world, self._inner)
-        self._engines.close()
-        self._completer.close()
-
-    def _set_sequence_number_for_group(self) -> None:
-        pass  # it counts from the beginning
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._inner.sequence_number()
-
-    def _wait_for_pending_works(self) -> None:
-        self._inner.backend.barrier()
-
-    def _has_hooks(self) -> bool:
-        return False
-
-    def splitGroup(
-        self,
-        ranks: Sequence[int],
-        timeout: timedelta | None = None,
-        opts: Any = None,
-        group_name: str | None = None,
-        group_desc: str | None = None,
-        *_: Any,
-    ) -> TorchGroup | None:
-        """Make a group of some of this group's ranks; all of its ranks must."""
-        if self.rank() not in ranks:
-            return None
-        members = [self._inner.ranks[rank] for rank in ranks]
-        name = group_name or f"{self._name}:{'-'.join(map(str, ranks))}"
-        purpose = group_desc or f"{self._description}:split"
-        limit = self._inner.backend.timeout if timeout is None else seconds(timeout)
-        inner = worlds.add(self._world, name, members, limit, purpose)
-        part = TorchGroup(self._world, inner, dist.PrefixStore(f"{name}/", self._store), name)
-        part.setGroupDesc(purpose)
-        return part
-
-    split_group = splitGroup
+class TorchGroup(Membership):
+    """One rank's end of a group of torch.distributed: its operations."""
 
     # Collectives
 
