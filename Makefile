@@ -5,13 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt $(shell find native -name '*.[ch]pp')
 
-.PHONY: train test check bench clean
+.PHONY: train test pytorch-suite check bench clean
 
 train: $(VENV)/train.stamp  ## train a small GPT on two ranks; again, to go on (ARGS=--fresh: anew)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/test.stamp  ## run the tests
 	$(BIN)/python -m pytest -n $(JOBS)
+
+pytorch-suite: $(VENV)/suite.stamp  ## run PyTorch's own tests on Phalanx (ARGS=package-3: one run)
+	PYTHONPATH=tests $(BIN)/python -m pytorch_suite $(ARGS)
 
 check: $(VENV)/dev.stamp  ## lint, formats, types
 	scripts/check
