@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import tempfile
+import unittest
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -88,8 +89,7 @@ def _run(settings: Settings, options: argparse.Namespace) -> int:
     stream = open(os.devnull, "w") if options.quiet else sys.stderr  # noqa: SIM115
     collector = results.Collector(len(cases), stream)
     try:
-        for case in cases:
-            case.run(collector)
+        unittest.TestSuite(cases).run(collector)
     finally:
         collector.close()
     if options.json:
