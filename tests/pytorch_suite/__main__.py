@@ -70,7 +70,8 @@ def judge(run: str, rows: list[results.Row], options: argparse.Namespace) -> boo
         print(f"{'better' if difference.is_progress else 'worse'}: {difference}")
     if any(difference.is_progress for difference in found) and not options.update:
         print(f"{run} has become better: run again with --update to have it stay so")
-    unexplained = expectations.Reasons(expectations.REASONS.read_text()).missing(seen)
+    reasons = expectations.Reasons(expectations.REASONS.read_text())
+    unexplained = reasons.missing(RUNS[run].family, seen)
     for test in unexplained:
         print(f"no reason: {test}: {seen[test]} (say why in {expectations.REASONS.name})")
     is_worse = any(not difference.is_progress for difference in found)

@@ -38,9 +38,9 @@ def _reasons(outcomes: Mapping[str, Outcomes], reasons: Reasons) -> str:
     counted: Counter[tuple[str, str]] = Counter()
     for run in RUNS:
         for test, outcome in outcomes[run].items():
-            key = reasons.find(test, outcome)
-            if outcome.status != "pass" and key is not None:
-                counted[reasons.text(key), run] += 1
+            found = reasons.find(RUNS[run].family, test, outcome)
+            if outcome.status != "pass" and found is not None:
+                counted[reasons.text(*found), run] += 1
     texts = dict.fromkeys(text for text, _ in sorted(counted))
     runs = " | ".join(RUNS)
     lines = [f"| why | {runs} |", f"|---|{'---|' * len(RUNS)}"]
@@ -53,9 +53,9 @@ def _reasons(outcomes: Mapping[str, Outcomes], reasons: Reasons) -> str:
 def rendered(text: str) -> str:
     """Return the document with its tables as they should be."""
     for name, table in tables().items():
-        start, end = f"<!-- {name} -->\n", "\n<!-- end -->"
+        start, end = f"<!-- {name} -->\n", "<!-- end -->"
         before, _, rest = text.partition(start)
-        text = before + start + table + end + rest.partition(end)[2]
+        text = f"{before}{start}{table}\n{end}{rest.partition(end)[2]}"
     return text
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,41 +67,40 @@ def render(outcomes: Outcomes) -> str:
 
 
 class Reasons:
-    """Why tests do not pass: by name, or by what PyTorch says when it skips them."""
+    """Why tests do not pass: by name, or by what PyTorch says when it skips them.
+
+    By name in the table of the way's ``family``, or in that for all; then by a regular expression.
+    """
 
     def __init__(self, text: str) -> None:
-        tables = tomllib.loads(text)
-        self.by_test: dict[str, str] = tables["tests"]
-        self.by_skip: dict[str, str] = tables["skips"]
+        self._tables: dict[str, dict[str, str]] = tomllib.loads(text)
 
-    def find(self, test: str, outcome: Outcome) -> str | None:
-        """Return the key of the reason for an outcome, if there is one."""
-        if test in self.by_test:
-            return test
-        matching = [key for key in self.by_skip if re.fullmatch(key, outcome.said)]
-        return matching[0] if matching and outcome.status == "skip" else None
+    def find(self, family: str, test: str, outcome: Outcome) -> tuple[str, str] | None:
+        """Return the table and the key of the reason for an outcome, if there is one."""
+        for table in (family, "tests"):
+            if test in self._tables[table]:
+                return table, test
+        if outcome.status == "skip":
+            for pattern in self._tables["skips"]:
+                if re.fullmatch(pattern, outcome.said):
+                    return "skips", pattern
+        return None
 
-    def text(self, key: str) -> str:
-        """Return the reason of a key."""
-        return self.by_test.get(key) or self.by_skip[key]
+    def text(self, table: str, key: str) -> str:
+        """Return a reason."""
+        return self._tables[table][key]
 
-    def missing(self, outcomes: Outcomes) -> list[str]:
+    def missing(self, family: str, outcomes: Outcomes) -> list[str]:
         """Return the tests that neither pass nor have a reason."""
         return sorted(
             test
             for test, outcome in outcomes.items()
-            if outcome.status != "pass" and self.find(test, outcome) is None
+            if outcome.status != "pass" and self.find(family, test, outcome) is None
         )
 
-    def unused(self, runs: Sequence[Outcomes]) -> list[str]:
-        """Return the reasons that no test needs."""
-        used = {
-            self.find(test, outcome)
-            for outcomes in runs
-            for test, outcome in outcomes.items()
-            if outcome.status != "pass"
-        }
-        return sorted({*self.by_test, *self.by_skip} - used)
+    def all(self) -> set[tuple[str, str]]:
+        """Return the table and the key of each reason."""
+        return {(table, key) for table, reasons in self._tables.items() for key in reasons}
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from pytorch_suite import ways
+from pytorch_suite import results, ways
 from pytorch_suite.settings import Settings
 
 settings = Settings.imported()
@@ -45,27 +45,6 @@ _PR_SET_PDEATHSIG = 1
 def end_with_parent(number: signal.Signals) -> None:
     """Have the kernel send this process a signal when the one that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-
-
-def judge(codes: list[int | None]) -> str | None:
-    """Return why a test was skipped, or None if it passed; raise AssertionError if it failed.
-
-    ``codes`` are the exit codes of its ranks, None for one that was too late.
-    """
-    if all(code == 0 for code in codes):
-        return None
-    if len(set(codes)) == 1 and codes[0] in SKIPS:
-        return SKIPS[codes[0]]
-    said = ", ".join(f"rank {rank}: {_ending(code)}" for rank, code in enumerate(codes))
-    raise AssertionError(f"not all ranks ended well ({said})")
-
-
-def _ending(code: int | None) -> str:
-    if code is None:
-        return "too late"
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name}"
-    return f"exit code {code}"
 
 
 class DistributedTests(tests.TestDistBackend, tests.DistributedTest._DistTestBase):
@@ -101,7 +80,7 @@ class DistributedTests(tests.TestDistBackend, tests.DistributedTest._DistTestBas
             if fn in self.skip_return_code_checks:
                 return
             try:
-                skipped = judge(self.exit_codes)
+                skipped = results.judge(self.exit_codes, SKIPS)
             except AssertionError as error:
                 raise self.failureException("\n".join([str(error), *self._said(stacks)])) from None
             if skipped:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import signal
 import sys
 import time
 import unittest
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -56,6 +58,26 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n".join([*lines, f"{told} in {sum(row.seconds for row in rows):.0f} s"])
 
 
+def judge(codes: Sequence[int | None], skips: Mapping[int, str]) -> str | None:
+    """Return why a test was skipped, or None if it passed; raise AssertionError if it failed.
+
+    ``codes`` are the exit codes of its ranks, None for one that was too late; ``skips`` says which
+    codes mean that a rank skips the test, and why.
+    """
+    if all(code == 0 for code in codes):
+        return None
+    if len(set(codes)) == 1 and codes[0] in skips:
+        return skips[codes[0]]
+    told = ", ".join(f"rank {rank}: {_ending(code)}" for rank, code in enumerate(codes))
+    raise AssertionError(f"not all ranks ended well ({told})")
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "too late"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
 class Collector(unittest.TestResult):
     """Collect a row for each test, and show how far they are.
 
@@ -78,7 +100,7 @@ class Collector(unittest.TestResult):
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
         super().addSkip(test, reason)
-        self._row.status, self._row.detail = "skip", reason
+        self._row.status, self._row.detail = "skip", _with_sorted_sets(reason)
 
     def addFailure(self, test: unittest.TestCase, err: Any) -> None:
         super().addFailure(test, err)
@@ -115,6 +137,13 @@ class Collector(unittest.TestResult):
 
     def _show(self, text: str, end: str = "\n") -> None:
         print(text, end=end, file=self._output, flush=True)
+
+
+def _with_sorted_sets(text: str) -> str:
+    """Return a text whose sets are in the same order in every process."""
+    return re.sub(
+        r"\{(.*?)\}", lambda found: f"{{{', '.join(sorted(found[1].split(', ')))}}}", text
+    )
 
 
 def _name(test: unittest.TestCase) -> str:

@@ -32,6 +32,11 @@ class Settings:
         """Return the name of the backend that the tests are told."""
         return "phalanx" if self.way == "backend" else "gloo"
 
+    @property
+    def family(self) -> str:
+        """Return whose parts above the backend are used: ``package`` or ``torch``."""
+        return "package" if self.way == "package" else "torch"
+
     def export(self) -> None:
         """Put the settings where this process's tests and the ranks it starts look for them."""
         os.environ[VARIABLE] = json.dumps(dataclasses.asdict(self))

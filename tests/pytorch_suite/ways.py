@@ -37,6 +37,10 @@ def load(settings: Settings) -> ModuleType:
         _replace(tests)
     else:
         _rename(settings)
+    if settings.way == "as-gloo":
+        from phalanx.testing.asynchronous import make_events_asynchronous
+
+        make_events_asynchronous(settings.backend)
     return tests
 
 

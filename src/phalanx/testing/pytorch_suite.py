@@ -18,13 +18,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import phalanx
-from phalanx import profiling, world
+from phalanx import world
 from phalanx.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook, powerSGD_hook
 from phalanx.algorithms.ddp_comm_hooks import quantization_hooks as quantization_hooks
 from phalanx.algorithms.model_averaging import averagers as averagers
@@ -35,6 +35,7 @@ from phalanx.backends.registry import Backend, BackendOptions
 from phalanx.optim import _apply_optimizer_in_backward as _apply_optimizer_in_backward
 from phalanx.optim import post_localSGD_optimizer as post_localSGD_optimizer
 from phalanx.parallel import buckets, buffers, ddp, precision, replicas, statistics, unused
+from phalanx.testing.asynchronous import make_events_asynchronous
 
 default = default_hooks
 post_localSGD = post_localSGD_hook
@@ -66,25 +67,9 @@ def _register(name: str) -> None:
     Backend.register_backend(name, create, extended_api=True)
 
 
-class _Asynchronous(profiling.Event):
-    """An event that never ends, which is how one looks that ended on another thread.
-
-    Complex tensors count as the real ones that they consist of.
-    """
-
-    _kept: ClassVar[list[Any]] = []
-
-    def __init__(self, title: str, tensors: list[Tensor]) -> None:
-        super().__init__(title, [torch.view_as_real(t) if t.is_complex() else t for t in tensors])
-        self._kept.extend(self._open)
-
-    def end(self) -> None:
-        pass
-
-
 for _name in (Backend.GLOO, Backend.NCCL):
     _register(_name)
-profiling.Event = _Asynchronous  # type: ignore[misc]
+make_events_asynchronous()
 
 
 def _get_pg_config(group: phalanx.ProcessGroup | None = None) -> dict[str, Any]:
