@@ -52,7 +52,8 @@ def summary(rows: Sequence[Row]) -> str:
     lines = []
     for row in rows:
         if row.status == "fail":
-            shown = row.detail.strip().splitlines()[-LINES_OF_FAILURE:]
+            first, *others = row.detail.strip().splitlines()
+            shown = [first, *others[-LINES_OF_FAILURE:]]
             lines += [f"--- {row.test}", *[f"    {line}" for line in shown]]
     told = ", ".join(f"{number} {status}" for status, number in counts(rows).items())
     return "\n".join([*lines, f"{told} in {sum(row.seconds for row in rows):.0f} s"])

@@ -32,6 +32,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shim", action="store_true", help="GPUs are the CPU: skip hardly a test")
     parser.add_argument("--start-method", choices=("fork", "spawn"), default="fork")
     parser.add_argument("--timeout", type=int, default=120, metavar="SECONDS", help="of a test")
+    parser.add_argument(
+        "--leave-out", action="append", default=[], metavar="TEST", help="list it as skipped"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--quiet", action="store_true", help="show neither progress nor summary")
     add_selection(parser)
@@ -64,7 +67,12 @@ def _interrupt(number: int, frame: Any) -> NoReturn:
 def main(options: argparse.Namespace) -> int:
     """Run the tests; return 1 if one has failed."""
     settings = Settings(
-        options.way, options.world_size, options.shim, options.start_method, options.timeout
+        options.way,
+        options.world_size,
+        options.shim,
+        options.start_method,
+        options.timeout,
+        tuple(options.leave_out),
     )
     settings.export()
     signal.signal(signal.SIGTERM, _interrupt)
