@@ -15,11 +15,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 from pytorch_suite import document, expectations, results
 from pytorch_suite.expectations import Outcome
-from pytorch_suite.run import add_selection
+from pytorch_suite.run import add_selection, heed_signals
 from pytorch_suite.runs import RUNS
 from pytorch_suite.settings import Settings
 
@@ -93,6 +92,7 @@ def main(options: argparse.Namespace) -> int:
                 process.wait()
             finally:
                 process.terminate()
+                process.wait()
         if not path.exists():
             print(f"{run} ended with exit code {process.returncode} and no results")
             bad.append(run)
@@ -104,12 +104,8 @@ def main(options: argparse.Namespace) -> int:
     return int(bool(bad))
 
 
-def _interrupt(number: int, frame: Any) -> NoReturn:
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupt)
+    heed_signals()
     try:
         sys.exit(main(parse()))
     except KeyboardInterrupt:

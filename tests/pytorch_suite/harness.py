@@ -11,7 +11,6 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import sys
 import time
 import unittest
 from multiprocessing.connection import Connection, wait
@@ -65,9 +64,8 @@ class DistributedTests(tests.TestDistBackend, tests.DistributedTest._DistTestBas
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         output = os.open(_output(file_name, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-            os.dup2(output, stream.fileno())
+        for descriptor in (1, 2):
+            os.dup2(output, descriptor)
         # A rank that is forked has read this before it was set.
         tests.INIT_METHOD = os.environ["INIT_METHOD"]
         super()._run(rank, test_name, file_name, pipe, **kwargs)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import multiprocessing
 import os
 import re
 import signal
@@ -60,8 +61,17 @@ def is_selected(name: str, select: Sequence[str], exclude: Sequence[str]) -> boo
     return (not select or found(select)) and not found(exclude)
 
 
-def _interrupt(number: int, frame: Any) -> NoReturn:
-    raise KeyboardInterrupt
+def heed_signals() -> None:
+    """Have the first SIGINT or SIGTERM raise KeyboardInterrupt, and ignore those after it."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def interrupt(number: int, frame: Any) -> NoReturn:
+        for each in numbers:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    for each in numbers:
+        signal.signal(each, interrupt)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -75,7 +85,7 @@ def main(options: argparse.Namespace) -> int:
         tuple(options.leave_out),
     )
     settings.export()
-    signal.signal(signal.SIGTERM, _interrupt)
+    heed_signals()
     with tempfile.TemporaryDirectory(prefix="pytorch-suite-") as directory:
         os.environ["TMPDIR"] = tempfile.tempdir = directory
         return _run(settings, options)
@@ -100,6 +110,9 @@ def _run(settings: Settings, options: argparse.Namespace) -> int:
         unittest.TestSuite(cases).run(collector)
     finally:
         collector.close()
+        for process in multiprocessing.active_children():  # of a test that was interrupted
+            process.kill()
+            process.join()
     if options.json:
         run = {"torch": torch.__version__} | dataclasses.asdict(settings)
         results.write(options.json, run, collector.rows)
