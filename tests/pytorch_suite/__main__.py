@@ -50,7 +50,6 @@ def command(settings: Settings, options: argparse.Namespace, path: Path) -> list
         *(sys.executable, "-m", "pytorch_suite.run"),
         *("--way", settings.way, "--world-size", str(settings.world_size)),
         *(["--shim"] if settings.shim else []),
-        *[f"--leave-out={test}" for test in settings.left_out],
         *("--start-method", options.start_method, "--json", str(path)),
         *[f"--select={pattern}" for pattern in options.select],
         *[f"--exclude={pattern}" for pattern in options.exclude],

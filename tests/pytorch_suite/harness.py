@@ -156,11 +156,6 @@ class DistributedTests(tests.TestDistBackend, tests.DistributedTest._DistTestBas
         super().tearDown()
 
 
-for _name in settings.left_out:
-    _test = getattr(DistributedTests, _name)
-    setattr(DistributedTests, _name, unittest.skip("left out of this run")(_test))
-
-
 def _output(file_name: str, rank: int) -> str:
     return f"{file_name}.output.{rank}"
 

@@ -33,9 +33,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shim", action="store_true", help="GPUs are the CPU: skip hardly a test")
     parser.add_argument("--start-method", choices=("fork", "spawn"), default="fork")
     parser.add_argument("--timeout", type=int, default=120, metavar="SECONDS", help="of a test")
-    parser.add_argument(
-        "--leave-out", action="append", default=[], metavar="TEST", help="list it as skipped"
-    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     parser.add_argument("--quiet", action="store_true", help="show neither progress nor summary")
     add_selection(parser)
@@ -77,12 +74,7 @@ def heed_signals() -> None:
 def main(options: argparse.Namespace) -> int:
     """Run the tests; return 1 if one has failed."""
     settings = Settings(
-        options.way,
-        options.world_size,
-        options.shim,
-        options.start_method,
-        options.timeout,
-        tuple(options.leave_out),
+        options.way, options.world_size, options.shim, options.start_method, options.timeout
     )
     settings.export()
     heed_signals()

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from pytorch_suite.settings import Settings
 
-TOO_LONG = ("test_ddp_uneven_inputs",)
-
 RUNS = {
     "backend-2": Settings("backend", 2),
     "backend-3": Settings("backend", 3),
     "backend-4": Settings("backend", 4),
     "as-gloo-3": Settings("as-gloo", 3),
     "as-gloo-4": Settings("as-gloo", 4),
-    "as-gloo-4-shim": Settings("as-gloo", 4, shim=True, left_out=TOO_LONG),
+    "as-gloo-4-shim": Settings("as-gloo", 4, shim=True),
     "package-3": Settings("package", 3),
-    "package-4-shim": Settings("package", 4, shim=True, left_out=TOO_LONG),
+    "package-4-shim": Settings("package", 4, shim=True),
 }
 
 # What the default tests run of as-gloo-3 and package-3: quick, and quick to notice.

@@ -1,7 +1,7 @@
 """Let tests that were written for GPUs, or that PyTorch itself leaves out, run on CPU tensors.
 
-No assertion is changed. What changes: skips are lifted, unless what is missing is missing; and "on
-the GPU" means a copy in the memory of the CPU.
+No assertion is changed. What changes: skips are lifted, unless what is missing is missing; "on the
+GPU" means a copy in the memory of the CPU; and images of a million pixels are cropped.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ KEPT = re.compile(r"world size|torchvision")
 
 # PyTorch runs tests of the group of ranks 1 and 2 with eight ranks or more; they need three.
 LEAST_RANKS = 3
+
+# A side of the images that models are trained on, of 1000 on GPUs.
+PIXELS = 32
 
 _skip = unittest.skip
 
@@ -87,6 +90,7 @@ def pretend(tests: ModuleType) -> None:
     """Make what says GPU mean CPU, in this process and those forked from it, for good."""
     _OnCpu().__enter__()
     tests.torch = _Torch("torch")
+    _crop_images(tests)
     for name in ("set_device", "synchronize", "Stream"):
         setattr(torch.cuda, name, lambda *_, **__: None)
     torch.cuda.current_device = lambda: 0
@@ -119,6 +123,18 @@ def pretend(tests: ModuleType) -> None:
     meshes.init_device_mesh = lambda device_type, *args, **kwargs: init_device_mesh(
         "cpu" if device_type == "cuda" else device_type, *args, **kwargs
     )
+
+
+def _crop_images(tests: ModuleType) -> None:
+    """Train on images that a CPU can cope with; the models take images of any size."""
+    whole = tests.DDPUnevenTestInput
+
+    def cropped(*args: Any, **kwargs: Any) -> Any:
+        test = whole(*args, **kwargs)
+        is_image = isinstance(test.inp, torch.Tensor) and test.inp.dim() == 4
+        return test._replace(inp=test.inp[..., :PIXELS, :PIXELS]) if is_image else test
+
+    tests.DDPUnevenTestInput = cropped
 
 
 def _device(value: Any) -> Any:
