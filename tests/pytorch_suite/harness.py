@@ -75,8 +75,6 @@ class DistributedTests(tests.TestDistBackend, tests.DistributedTest._DistTestBas
         try:
             stacks = self._wait(timeout)
             self.exit_codes = [process.exitcode for process in self.processes]
-            if fn in self.skip_return_code_checks:
-                return
             try:
                 skipped = results.judge(self.exit_codes, SKIPS)
             except AssertionError as error:
@@ -166,7 +164,7 @@ def cases() -> list[unittest.TestCase]:
         DistributedTests,
         *[
             value
-            for name, value in vars(tests).items()
+            for value in vars(tests).values()
             if isinstance(value, type)
             and issubclass(value, unittest.TestCase)
             and not issubclass(value, MultiProcessTestCase)
