@@ -6,7 +6,6 @@ import dataclasses
 import json
 import re
 import signal
-import sys
 import time
 import unittest
 from collections import Counter
@@ -85,7 +84,7 @@ class Collector(unittest.TestResult):
     A terminal shows the current test on a line of its own; a pipe gets a line per test.
     """
 
-    def __init__(self, total: int, stream: TextIO = sys.stderr) -> None:
+    def __init__(self, total: int, stream: TextIO) -> None:
         super().__init__()
         self.rows: list[Row] = []
         self._total = total

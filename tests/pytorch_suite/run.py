@@ -34,7 +34,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--start-method", choices=("fork", "spawn"), default="fork")
     parser.add_argument("--timeout", type=int, default=120, metavar="SECONDS", help="of a test")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
-    parser.add_argument("--quiet", action="store_true", help="show neither progress nor summary")
     add_selection(parser)
     return parser.parse_args(arguments)
 
@@ -96,8 +95,7 @@ def _run(settings: Settings, options: argparse.Namespace) -> int:
     ]
     if not cases:
         raise SystemExit("no test is selected")
-    stream = open(os.devnull, "w") if options.quiet else sys.stderr  # noqa: SIM115
-    collector = results.Collector(len(cases), stream)
+    collector = results.Collector(len(cases), sys.stderr)
     try:
         unittest.TestSuite(cases).run(collector)
     finally:
@@ -108,8 +106,7 @@ def _run(settings: Settings, options: argparse.Namespace) -> int:
     if options.json:
         run = {"torch": torch.__version__} | dataclasses.asdict(settings)
         results.write(options.json, run, collector.rows)
-    if not options.quiet:
-        print(results.summary(collector.rows))
+    print(results.summary(collector.rows))
     return int(results.counts(collector.rows)["fail"] > 0)
 
 
