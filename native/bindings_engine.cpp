@@ -32,6 +32,12 @@ thread_local uint16_t batch_part = 0, batch_parts = 0;
 // Native waits on this thread, one within the other if signal handlers call.
 thread_local int calls_under_way = 0;
 
+// How many forks lie between the first process and this one.
+std::atomic<uint32_t> forks = [] {
+  ::pthread_atfork(nullptr, nullptr, [] { ++forks; });
+  return 0u;
+}();
+
 struct UnderWay {
   UnderWay() { ++calls_under_way; }
   ~UnderWay() { --calls_under_way; }
@@ -56,16 +62,10 @@ class Engine {
         })) {}
 
   ~Engine() {
-    // A forked child has a copy of its parent's group: no threads, and no say in it.
-    if (pid_ == ::getpid()) {
-      try {
-        close();
-      } catch (nb::python_error& error) {  // a signal handler's
-        error.discard_as_unraisable("phalanx._native.Group");
-      }
-    } else {
-      lane_->release();
-      mailbox_->release();
+    try {
+      close();
+    } catch (nb::python_error& error) {  // a signal handler's
+      error.discard_as_unraisable("phalanx._native.Group");
     }
   }
 
@@ -92,6 +92,11 @@ class Engine {
   // After the roster says that this rank has left or failed: lets waiters see it at once.
   void alarm() { board_->wake_all(); }
   void close() {
+    if (is_copy()) {
+      lane_->release();
+      mailbox_->release();
+      return;
+    }
     nb::gil_scoped_release unlock;
     // Called by a signal handler on top of a call that waits: that call would never end.
     if (calls_under_way > 0)
@@ -272,8 +277,20 @@ class Engine {
     return nb::steal(PyList_AsTuple(kept.ptr()));
   }
 
+  // A forked child has a copy of its parent's group: no threads, and no say in it.
+  bool is_copy() const { return forks.load(std::memory_order_relaxed) != forks_; }
+  void check_own() const {
+    if (is_copy())
+      throw Failure(Kind::Backend,
+                    "group '" + group_.name() +
+                        "' belongs to the process that this one was forked "
+                        "from: a child is no rank of it (make the group after the fork, or start "
+                        "ranks with spawn)");
+  }
+
   template <class... Kept>
   nb::object issue(Call&& call, double timeout, bool async, Kept... kept) {
+    check_own();
     Graveyard::empty();
     if (group_.records) Sites::find(call.site, call.api);
     call.timeout = timeout;
@@ -318,6 +335,7 @@ class Engine {
   }
 
   nb::object deliver(Op op, nb::handle tensor, int peer, int tag, double timeout, bool async) {
+    check_own();
     Graveyard::empty();
     Look look(tensor);
     auto delivery =
@@ -342,8 +360,8 @@ class Engine {
         std::shared_ptr<Pending>(std::make_shared<PendingDelivery>(mailbox_, std::move(delivery))));
   }
 
-  const int pid_ = ::getpid();
-  const std::string site_;  // where the group was made
+  const uint32_t forks_ = forks;  // a count never changes in the process that sees it
+  const std::string site_;        // where the group was made
   std::shared_ptr<Board> board_;
   Group group_;
   std::shared_ptr<Mailbox> mailbox_;

@@ -12,6 +12,7 @@ namespace {
 // for calls that have been there for longer, and how many times in vain before it falls asleep.
 constexpr std::chrono::microseconds kMoment(100), kLook(500);
 constexpr int kPatience = 20;
+constexpr const char* kClosed = "the group is destroyed";
 
 }  // namespace
 
@@ -30,13 +31,22 @@ bool Job::wait(Clock::time_point until) {
   return changed_.wait_until(lock, until, [&] { return done_; });
 }
 
-void Job::run(bool on_lane) {
+std::exception_ptr Job::run(bool on_lane) {
+  std::exception_ptr foreign;
   try {
     body_(on_lane);
-  } catch (...) {
+  } catch (const Failure&) {
     outcome_ = std::current_exception();
+  } catch (...) {
+    foreign = outcome_ = std::current_exception();
+    if (!on_lane)
+      outcome_ = std::make_exception_ptr(Failure(
+          Kind::Backend,
+          "the operation was given up: the thread that waited for it was interrupted in the middle "
+          "(by a signal handler that raised an exception)"));
   }
   body_ = nullptr;  // lets go of what the call kept alive
+  return foreign;
 }
 
 void Job::finish() {
@@ -67,17 +77,20 @@ void Lane::help(const Job& job) {
   if (busy_ || queue_.empty() || job.done()) return;
   on_work_(-1);
   busy_ = helping_ = true;
+  std::exception_ptr foreign;
   do {
     auto next = queue_.front();
     queue_.pop_front();
     lock.unlock();
-    next->run(false);
+    foreign = next->run(false);
     lock.lock();
     next->finish();
-  } while (!queue_.empty() && !job.done());
+  } while (!foreign && !queue_.empty() && !job.done());
   busy_ = helping_ = false;
   hand_over();
   idle_.notify_all();
+  lock.unlock();
+  if (foreign) std::rethrow_exception(foreign);
 }
 
 void Lane::wake() {
@@ -90,7 +103,7 @@ void Lane::hand_over() {
   if (!queue_.empty() || closing_) wake();
 }
 
-void Lane::throw_closed() { throw Failure(Kind::Backend, "the group is destroyed"); }
+void Lane::throw_closed() { throw Failure(Kind::Backend, kClosed); }
 
 // Wait for something to do; true if it has been there for long enough to be done here.
 bool Lane::doze(std::unique_lock<std::mutex>& lock) {
@@ -134,16 +147,20 @@ void Lane::work() {
 
 bool Lane::drained(Clock::time_point until) {
   std::unique_lock lock(mutex_);
-  return idle_.wait_until(lock, until, [&] { return queue_.empty() && !working_; });
+  return idle_.wait_until(lock, until, [&] { return queue_.empty() && !working_ && !helping_; });
 }
 
-void Lane::close(bool wait_for_helpers) {
+void Lane::close(bool patient) {
   std::thread worker;
   {
     std::unique_lock lock(mutex_);
     closing_ = true;
     worker.swap(worker_);  // of several that close, one joins
-    if (wait_for_helpers) idle_.wait(lock, [&] { return !helping_; });
+    if (patient) idle_.wait(lock, [&] { return !helping_; });
+    for (; !patient && !queue_.empty(); queue_.pop_front()) {
+      queue_.front()->outcome_ = std::make_exception_ptr(Failure(Kind::Backend, kClosed));
+      queue_.front()->finish();
+    }
     wake();
   }
   if (worker.joinable()) worker.join();

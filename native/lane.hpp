@@ -30,7 +30,9 @@ class Job {
 
  private:
   friend class Lane;
-  void run(bool on_lane);
+  // What the body raised that is no Failure, on a user's thread: that of a signal handler, say. It
+  // is that thread's to raise; others who wait get a Failure.
+  std::exception_ptr run(bool on_lane);
   void finish();
   Body body_;
   const Clock::time_point issued_ = Clock::now();
@@ -75,8 +77,9 @@ class Lane {
   }
 
   bool drained(Clock::time_point until);  // whether all that is in the queue is done by then
-  // Waits for it, and for helpers unless one of them is this thread.
-  void close(bool wait_for_helpers = true);
+  // Waits for it. Unless `patient`, when a call on this thread is in the way, what has not begun
+  // fails.
+  void close(bool patient = true);
   void release() {  // forget threads that a fork has not copied
     new std::thread(std::move(worker_));
     helping_ = false;

@@ -16,6 +16,7 @@ from torch.futures import Future
 
 from phalanx import checks, sparse
 from phalanx._native import dtype_code
+from phalanx.backends.base import Call
 from phalanx.checks import plain
 from phalanx.group import ProcessGroup
 from phalanx.types import ReduceOp, Timeout, seconds
@@ -161,22 +162,29 @@ def all_gather_coalesced(
 
     Rank i's ``input_tensor_list[k]`` goes to everybody's ``output_tensor_lists[i][k]``.
     """
-    name = "all_gather_coalesced"
-    found = transport(group, name)
+    found = transport(group, "all_gather_coalesced")
     if found is None:
         return None
+    calls = all_gather_calls(output_tensor_lists, input_tensor_list, found.size)
+    work = found.coalesce(calls, async_op=async_op)
+    return None if work is None else work.get_future()
+
+
+def all_gather_calls(
+    output_tensor_lists: Sequence[Sequence[Tensor]], input_tensor_list: Sequence[Tensor], size: int
+) -> list[Call]:
+    """Return the calls that ``all_gather_coalesced`` consists of."""
+    name = "all_gather_coalesced"
     inputs = checks.tensors(input_tensor_list, "input_tensor_list", name, written=False)
-    if not isinstance(output_tensor_lists, list | tuple) or len(output_tensor_lists) != found.size:
+    if not isinstance(output_tensor_lists, list | tuple) or len(output_tensor_lists) != size:
         raise TypeError(f"{name} needs output_tensor_lists, a list of one list per rank")
     outputs = [
         checks.tensors(each, f"output_tensor_lists[{i}]", name, len(inputs))
         for i, each in enumerate(output_tensor_lists)
     ]
-    calls = [
+    return [
         ("all_gather", ([each[k] for each in outputs], tensor)) for k, tensor in enumerate(inputs)
     ]
-    work = found.coalesce(calls, async_op=async_op)
-    return None if work is None else work.get_future()
 
 
 def gather(

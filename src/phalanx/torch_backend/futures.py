@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.futures import Future
@@ -15,7 +19,19 @@ from phalanx import bystanders
 from phalanx.errors import DistTimeout
 from phalanx.work import Work
 
+_PATIENCE = 2.0  # seconds for a thread to end in
 _callers: set[int] = set()  # threads that run callbacks now, of any group
+_open: WeakSet[Completer] = WeakSet()
+
+
+@atexit.register
+def _close_at_exit() -> None:
+    # A thread that is in torch's C++ when the interpreter ends would take the process with it.
+    for completer in list(_open):
+        completer.close()
+
+
+os.register_at_fork(after_in_child=_open.clear)  # a forked child has not the threads
 
 
 class Completer:
@@ -31,6 +47,8 @@ class Completer:
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[Work, Future[Any], bool] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._threads: WeakSet[threading.Thread] = WeakSet()
+        _open.add(self)
         self._changed = threading.Condition()
         self.unsettled = 0  # futures of collectives with callbacks that may not have run
         self.dropped: deque[Any] = deque(maxlen=64)  # works that nobody has waited for, the newest
@@ -48,15 +66,12 @@ class Completer:
         with self._changed:
             self.unsettled += goes_first
         if in_order and threading.get_ident() not in _callers:
-            self._start()
+            with self._changed:
+                if self._thread is None:
+                    self._thread = self._start(self._run)
             self._queue.put((work, trigger, goes_first))
         else:  # also if a callback asks: it may wait, and not for its own thread
-            threading.Thread(
-                target=self._complete,
-                args=(work, trigger, goes_first),
-                name="phalanx-future",
-                daemon=True,
-            ).start()
+            self._start(self._complete, work, trigger, goes_first)
         return outcome
 
     def settle(self, timeout: float) -> None:
@@ -71,17 +86,18 @@ class Completer:
                 )
 
     def close(self) -> None:
-        """Let the thread end, once it has completed all futures."""
+        """Let the threads end, once they have completed all futures."""
         self._queue.put(None)
         self.dropped.clear()
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join(_PATIENCE)
 
-    def _start(self) -> None:
-        with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="phalanx-futures", daemon=True
-                )
-                self._thread.start()
+    def _start(self, run: Callable[..., None], *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=run, args=args, name="phalanx-future", daemon=True)
+        self._threads.add(thread)
+        thread.start()
+        return thread
 
     def _next(self) -> tuple[Work, Future[Any], bool] | None:
         with bystanders.standing_by():

@@ -29,6 +29,7 @@ from phalanx.torch_backend.untraced import untraced
 from phalanx.torch_backend.work import Done, TorchWork
 from phalanx.types import ReduceOp, seconds
 from phalanx.work import JoinedWork, Work
+from phalanx.world import active
 from phalanx_autoload import NAME
 
 _UNSET = timedelta(milliseconds=-1)  # a timeout in torch's options that nobody has set
@@ -260,10 +261,8 @@ class TorchGroup(Membership):
             engine = self._engines.get(input_list[0].device)
             return engine.allgather_coalesced(output_lists, input_list, opts)
         group = self._within(opts.timeout)
-        future = collectives.all_gather_coalesced(
-            [list(outputs) for outputs in output_lists], list(input_list), group, opts.asyncOp
-        )
-        return _DONE if future is None else c10d._create_work_from_future(future)
+        calls = collectives.all_gather_calls(output_lists, input_list, self.size())
+        return self._work(active(group).coalesce(calls, async_op=opts.asyncOp))
 
     def all_gather_single_coalesced(
         self, output_lists: Sequence[Tensor], input_list: Sequence[Tensor], opts: Any = None

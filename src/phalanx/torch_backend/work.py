@@ -20,6 +20,13 @@ _BACKWARD = graph._engine_run_backward.__code__  # all that Python sees of a bac
 _NO_TIMEOUT = timedelta(0)  # torch's way to ask for the default
 
 
+_SMALL = 4096  # bytes that are worth keeping for somebody who may never come
+
+
+def _size(tensors: Sequence[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
 @untraced
 class TorchWork(theirs.Work):  # type: ignore[misc]
     """A work of Phalanx's, as torch sees works."""
@@ -35,7 +42,7 @@ class TorchWork(theirs.Work):  # type: ignore[misc]
     def __del__(self) -> None:
         # Torch's C++ may be left as the only one who holds it (DistributedDataParallel.join has it
         # keep one from forward to backward), and would find a work without these methods.
-        if not self._is_awaited:
+        if not self._is_awaited and self._in_order and _size(self._work.result()) <= _SMALL:
             self._completer.dropped.append(self)
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
@@ -43,7 +50,8 @@ class TorchWork(theirs.Work):  # type: ignore[misc]
         return self._work.wait(timeout if timeout > _NO_TIMEOUT else None)
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        self._is_awaited |= (completed := self._work.is_completed())
+        return completed
 
     def is_success(self) -> bool:
         return self._work.is_success()
@@ -61,7 +69,7 @@ class TorchWork(theirs.Work):  # type: ignore[misc]
         return self._work.source_rank()
 
     def synchronize(self) -> None:
-        self._work.wait()
+        self.wait()
 
     def get_future(self) -> Future[Any]:
         self._is_awaited = True
