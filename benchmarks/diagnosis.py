@@ -33,7 +33,7 @@ VARIANTS = {
 def measure(calls: int, rounds: int) -> dict[str, list[float]]:
     """Return the seconds per call of every variant in every round."""
     torch.set_num_threads(1)
-    group = dist.group.WORLD.backend._group
+    group = dist.group.WORLD.backend.engine
     tensor = torch.ones(2)
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
     for turn in range(rounds + 1):

@@ -26,9 +26,18 @@ VOCABULARY = 4096
 CONTEXT = 128
 
 
+def mesh_of(group: Any) -> DeviceMesh:
+    """Return the ranks of a group as a mesh.
+
+    Its dimension has the group's name: to DTensor, which keeps plans by mesh, meshes of the same
+    ranks and names are the same, whatever groups they stand for.
+    """
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=(group.group_name,))
+
+
 def shard(module: nn.Module, group: Any) -> nn.Module:
     """Shard a model of benchmarks.models over a group with FSDP2, unit by unit."""
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = mesh_of(group)
     for unit in units(module):
         fully_shard(unit, mesh=mesh)
     fully_shard(module, mesh=mesh)
@@ -133,7 +142,7 @@ def parallelise(model: Decoder, group: Any) -> Decoder:
         "layers.*.perceptron.out": RowwiseParallel(),
         "head": ColwiseParallel(output_layouts=Replicate()),
     }
-    parallelize_module(model, DeviceMesh.from_group(group, "cpu"), plan)
+    parallelize_module(model, mesh_of(group), plan)
     return model
 
 

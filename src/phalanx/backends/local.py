@@ -139,7 +139,7 @@ class LocalBackend(GroupBackend):
         members: Sequence[int],
         options: BackendOptions,
     ) -> None:
-        self._group = group
+        self.engine = group
         super().__init__(options.group_rank, options.group_size, options.timeout)
         self._roster = roster
         self._members = members
@@ -148,34 +148,34 @@ class LocalBackend(GroupBackend):
 
     @property
     def timeout(self) -> float:
-        return self._group.timeout
+        return self.engine.timeout
 
     @timeout.setter
     def timeout(self, timeout: float) -> None:
-        self._group.timeout = timeout
+        self.engine.timeout = timeout
 
     def close(self) -> None:
         super().close()
         _open_backends.discard(self)
-        self._group.close()
+        self.engine.close()
 
     def abort(self, reason: str) -> None:
-        self._group.abort(reason)
+        self.engine.abort(reason)
 
     def fail(self, reason: str) -> None:
         self._roster.fail(self._member, reason)
-        self._group.alarm()
+        self.engine.alarm()
 
     def leave(self) -> None:
         """Tell the other ranks that this one has ended."""
         self._roster.leave(self._member)
-        self._group.alarm()
+        self.engine.alarm()
 
     def describe(self, rank: int) -> str:
-        return self._group.describe(rank)
+        return self.engine.describe(rank)
 
     def sequence_number(self) -> int:
-        return self._group.sequence
+        return self.engine.sequence
 
     def note(self, text: str) -> None:
         self._roster.note(self._member, text)
@@ -185,7 +185,7 @@ class LocalBackend(GroupBackend):
         return [notes[member] for member in self._members]
 
     def history(self) -> list[dict[str, Any]]:
-        return self._group.history()
+        return self.engine.history()
 
     def coalesce(self, calls: Sequence[Call], *, async_op: bool = False) -> Work | None:
         # Each call says which of how many it is, so that ranks whose batches differ in length learn
@@ -203,7 +203,7 @@ class LocalBackend(GroupBackend):
     # Collectives
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Work | None:
-        return _work(self._group.barrier(_limit(timeout), async_op), ())
+        return _work(self.engine.barrier(_limit(timeout), async_op), ())
 
     def all_reduce(
         self,
@@ -216,9 +216,9 @@ class LocalBackend(GroupBackend):
     ) -> Work | None:
         limit = -1.0 if timeout is None else timeout
         if squares is None:
-            pending = self._group.all_reduce(tensor, op.code, _factor(op), limit, async_op)
+            pending = self.engine.all_reduce(tensor, op.code, _factor(op), limit, async_op)
         else:
-            pending = self._group.all_reduce_measured(
+            pending = self.engine.all_reduce_measured(
                 tensor, op.code, _factor(op), limit, async_op, squares
             )
         return None if pending is None else NativeWork(pending, (tensor,))
@@ -233,13 +233,13 @@ class LocalBackend(GroupBackend):
         async_op: bool = False,
     ) -> Work | None:
         limit = _limit(timeout)
-        pending = self._group.reduce(tensor, root, op.code, _factor(op), limit, async_op)
+        pending = self.engine.reduce(tensor, root, op.code, _factor(op), limit, async_op)
         return _work(pending, (tensor,))
 
     def broadcast(
         self, tensor: Tensor, root: int, *, timeout: float | None = None, async_op: bool = False
     ) -> Work | None:
-        return _work(self._group.broadcast(tensor, root, _limit(timeout), async_op), (tensor,))
+        return _work(self.engine.broadcast(tensor, root, _limit(timeout), async_op), (tensor,))
 
     def all_gather(
         self,
@@ -249,12 +249,12 @@ class LocalBackend(GroupBackend):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        return _work(self._group.all_gather(outputs, input, _limit(timeout), async_op), outputs)
+        return _work(self.engine.all_gather(outputs, input, _limit(timeout), async_op), outputs)
 
     def all_gather_single(
         self, output: Tensor, input: Tensor, *, timeout: float | None = None, async_op: bool = False
     ) -> Work | None:
-        pending = self._group.all_gather(self._parts(output), input, _limit(timeout), async_op)
+        pending = self.engine.all_gather(self._parts(output), input, _limit(timeout), async_op)
         return _work(pending, (output,))
 
     def gather(
@@ -266,7 +266,7 @@ class LocalBackend(GroupBackend):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        pending = self._group.gather(outputs, input, root, _limit(timeout), async_op)
+        pending = self.engine.gather(outputs, input, root, _limit(timeout), async_op)
         return _work(pending, outputs or ())
 
     def scatter(
@@ -278,7 +278,7 @@ class LocalBackend(GroupBackend):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        pending = self._group.scatter(output, inputs, root, _limit(timeout), async_op)
+        pending = self.engine.scatter(output, inputs, root, _limit(timeout), async_op)
         return _work(pending, (output,))
 
     def reduce_scatter(
@@ -291,7 +291,7 @@ class LocalBackend(GroupBackend):
         async_op: bool = False,
     ) -> Work | None:
         limit = _limit(timeout)
-        pending = self._group.reduce_scatter(output, inputs, op.code, _factor(op), limit, async_op)
+        pending = self.engine.reduce_scatter(output, inputs, op.code, _factor(op), limit, async_op)
         return _work(pending, (output,))
 
     def reduce_scatter_single(
@@ -304,7 +304,7 @@ class LocalBackend(GroupBackend):
         async_op: bool = False,
     ) -> Work | None:
         parts, limit = self._parts(input), _limit(timeout)
-        pending = self._group.reduce_scatter(output, parts, op.code, _factor(op), limit, async_op)
+        pending = self.engine.reduce_scatter(output, parts, op.code, _factor(op), limit, async_op)
         return _work(pending, (output,))
 
     def all_to_all(
@@ -316,7 +316,7 @@ class LocalBackend(GroupBackend):
         async_op: bool = False,
     ) -> Work | None:
         limit = _limit(timeout)
-        pending = self._group.all_to_all(outputs, inputs, inputs[self.rank], limit, async_op)
+        pending = self.engine.all_to_all(outputs, inputs, inputs[self.rank], limit, async_op)
         return _work(pending, outputs)
 
     def all_to_all_single(
@@ -331,7 +331,7 @@ class LocalBackend(GroupBackend):
     ) -> Work | None:
         outputs = self._parts(output, output_splits)
         inputs = self._parts(input, input_splits)
-        pending = self._group.all_to_all(outputs, inputs, input, _limit(timeout), async_op)
+        pending = self.engine.all_to_all(outputs, inputs, input, _limit(timeout), async_op)
         return _work(pending, (output,))
 
     # Messages
@@ -345,7 +345,7 @@ class LocalBackend(GroupBackend):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        return _work(self._group.send(tensor, dst, tag, _limit(timeout), async_op), (tensor,))
+        return _work(self.engine.send(tensor, dst, tag, _limit(timeout), async_op), (tensor,))
 
     def recv(
         self,
@@ -357,7 +357,7 @@ class LocalBackend(GroupBackend):
         async_op: bool = False,
     ) -> Work | int:
         source = -1 if src is None else src
-        got = self._group.recv(tensor, source, tag, _limit(timeout), async_op)
+        got = self.engine.recv(tensor, source, tag, _limit(timeout), async_op)
         return NativeWork(got, (tensor,)) if async_op else cast(int, got)
 
     def _parts(self, tensor: Tensor, splits: Sequence[int] | None = None) -> Any:

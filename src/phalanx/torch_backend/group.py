@@ -76,18 +76,24 @@ class TorchGroup(Membership):
         if type(opts) is not c10d.AllreduceOptions:
             opts = _options(c10d.AllreduceOptions, timeout, reduceOp=opts)
         tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else _only(tensors)
-        op = _op(opts.reduceOp)
+        op = _OPS.get(hash(opts.reduceOp))
+        inner = self._inner
         if (
-            dtype_code(tensor) in op.codes
+            op is not None
+            and dtype_code(tensor) in op.codes
+            and inner.transport is inner.backend
             and opts.timeout == _UNSET
+            and not opts.asyncOp
             and not self._completer.unsettled
             and not profiler._is_profiler_enabled
         ):
             # The same as below for most calls, without a second look at anything.
-            return self._work(self._inner.transport.all_reduce(tensor, op, async_op=opts.asyncOp))
+            self._native.all_reduce(tensor, op.code, 1.0, -1.0, False)
+            return _DONE
         if not tensor.is_cpu:
             return self._engines.get(tensor.device).allreduce([tensor], opts)
         group = self._within(opts.timeout)
+        op = op or _op(opts.reduceOp)
         return self._work(collectives.all_reduce(tensor, op, group, opts.asyncOp))
 
     def broadcast(self, tensors: Any, opts: Any = 0, timeout: timedelta | None = None) -> Any:

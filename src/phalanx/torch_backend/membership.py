@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from phalanx.backends.local import LocalBackend
 from phalanx.group import ProcessGroup
 from phalanx.torch_backend import theirs, worlds
 from phalanx.torch_backend.engines import Engines, refusing
@@ -41,6 +42,7 @@ class Membership(theirs.ProcessGroup):  # type: ignore[misc]
         self._register_backend(_CPU, kind, refusing(inner.rank(), inner.size()))
         self._world = world
         self._inner = inner
+        self._native = cast(LocalBackend, inner.backend).engine
         self._store = store
         self._name = name
         self._description = "undefined"
