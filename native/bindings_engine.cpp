@@ -292,7 +292,7 @@ class Engine {
   nb::object issue(Call&& call, double timeout, bool async, Kept... kept) {
     check_own();
     Graveyard::empty();
-    if (group_.records) Sites::find(call.site, call.api);
+    if (group_.records) Sites::find(call.site, call.api, size_t(call.op));
     call.timeout = timeout;
     call.part = batch_part;
     call.parts = batch_parts;
@@ -342,7 +342,7 @@ class Engine {
         std::make_shared<Delivery>(op, peer, tag, look.dtype, look.view(), timeout, group_.timeout);
     delivery->ndim = std::min<int>(look.shown.ndim, std::size(delivery->shape));
     std::copy_n(look.shown.shape, delivery->ndim, delivery->shape);
-    Sites::find(delivery->site, delivery->api);
+    Sites::find(delivery->site, delivery->api, size_t(op));
     if (async) delivery->keep = Graveyard::keep(tensor);
     {
       nb::gil_scoped_release unlock;

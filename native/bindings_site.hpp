@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "board.hpp"
+#include "group.hpp"
 
 namespace phalanx {
 
@@ -24,23 +25,18 @@ class Sites {
 
   static std::string find() {
     char site[80] = {}, api[24] = {};
-    find(site, api);
+    instance().walk(site, api);
     return site;
   }
-  static void find(char (&site)[80], char (&api)[24]) {
+  static void find(char (&site)[80], char (&api)[24]) { instance().walk(site, api); }
+  // `kind` is any number of the caller's, small and the same for calls that come the same way.
+  static void find(char (&site)[80], char (&api)[24], size_t kind) {
     Sites& self = instance();
-    PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
-    PyCodeObject* called = nullptr;  // alive: the cache of known code keeps it
-    while (frame) {
-      PyCodeObject* code = PyFrame_GetCode(frame);
-      Side side = self.side(code);
-      PyFrameObject* outer = side != Side::Out ? PyFrame_GetBack(frame) : nullptr;
-      if (!outer) self.write(site, api, code, frame, called);
-      if (side == Side::In) called = code;
-      Py_DECREF(code);
-      Py_DECREF(frame);
-      frame = outer;
-    }
+    if (self.recall(site, api, kind)) return;
+    Seen seen = self.walk(site, api);
+    if (kind >= std::size(self.depths_)) return;
+    self.depths_[kind] = seen.depth;
+    self.seen_[{seen.place.code, seen.place.at, kind}] = seen;
   }
 
  private:
@@ -59,10 +55,80 @@ class Sites {
   };
   struct Text {
     std::string site, api;
+    void copy(char (&to_site)[80], char (&to_api)[24]) const {
+      std::memcpy(to_site, site.c_str(), site.size() + 1);
+      std::memcpy(to_api, api.c_str(), api.size() + 1);
+    }
+  };
+  // Where a walk has ended, how many frames up.
+  struct Seen {
+    Place place;
+    int depth;
+    const Text* text;
+  };
+  struct Key {
+    PyCodeObject* code;
+    int at;
+    size_t kind;
+    bool operator==(const Key&) const = default;
+  };
+  struct KeyHash {
+    size_t operator()(const Key& key) const {
+      return mix(uint64_t(key.at) << 8 | key.kind, reinterpret_cast<uint64_t>(key.code));
+    }
   };
   static Sites& instance() {
     static auto& instance = *new Sites;
     return instance;
+  }
+
+  // Most calls come again from where they came before. Walking makes an object of every frame on
+  // the way; asking for the frame as far up as last time makes one. It is the right one if a walk
+  // from the same instruction has ended there, at the same distance.
+  bool recall(char (&site)[80], char (&api)[24], size_t kind) {
+    static PyObject* const get_frame = PySys_GetObject("_getframe");
+    if (kind >= std::size(depths_) || depths_[kind] == 0 || !get_frame) return false;
+    PyObject* depth = PyLong_FromLong(depths_[kind]);
+    auto* frame =
+        reinterpret_cast<PyFrameObject*>(PyObject_Vectorcall(get_frame, &depth, 1, nullptr));
+    Py_DECREF(depth);
+    if (!frame) {
+      PyErr_Clear();  // there are fewer
+      return false;
+    }
+    PyCodeObject* code = PyFrame_GetCode(frame);
+    auto known = seen_.find({code, position(frame), kind});
+    Py_DECREF(code);
+    Py_DECREF(frame);
+    if (known == seen_.end() || known->second.depth != depths_[kind]) return false;
+    known->second.text->copy(site, api);
+    return true;
+  }
+
+  Seen walk(char (&site)[80], char (&api)[24]) {
+    PyFrameObject* frame = PyThreadState_GetFrame(PyThreadState_Get());
+    PyCodeObject* called = nullptr;  // alive: the cache of known code keeps it
+    Seen seen{};
+    for (int depth = 0; frame; ++depth) {
+      PyCodeObject* code = PyFrame_GetCode(frame);
+      Side side = this->side(code);
+      PyFrameObject* outer = side != Side::Out ? PyFrame_GetBack(frame) : nullptr;
+      if (!outer) seen = {{code, called, position(frame)}, depth, &text_of(code, frame, called)};
+      if (side == Side::In) called = code;
+      Py_DECREF(code);
+      Py_DECREF(frame);
+      frame = outer;
+    }
+    if (seen.text) seen.text->copy(site, api);
+    return seen;
+  }
+
+  static int position(PyFrameObject* frame) {
+#if PY_VERSION_HEX >= 0x030B0000
+    return PyFrame_GetLasti(frame);
+#else
+    return PyFrame_GetLineNumber(frame);
+#endif
   }
 
   Side side(PyCodeObject* code) {
@@ -84,14 +150,9 @@ class Sites {
     return found ? found : "";
   }
 
-  void write(char (&site)[80], char (&api)[24], PyCodeObject* code, PyFrameObject* frame,
-             PyCodeObject* called) {
-#if PY_VERSION_HEX >= 0x030B0000
-    int at = PyFrame_GetLasti(frame);
-#else
-    int at = PyFrame_GetLineNumber(frame);
-#endif
-    auto known = text_.find({code, called, at});
+  const Text& text_of(PyCodeObject* code, PyFrameObject* frame, PyCodeObject* called) {
+    const Place place{code, called, position(frame)};
+    auto known = text_.find(place);
     if (known == text_.end()) {
       std::string_view file = text(code->co_filename), function = text(code->co_name);
       std::string where(file.substr(file.rfind('/') + 1));
@@ -99,23 +160,25 @@ class Sites {
       if (!function.empty() && function != "<module>") where += " in " + std::string(function);
       std::string_view name = called ? text(called->co_name) : "";
       if (name.starts_with('_')) name = "";  // ours to know
-      Text known_text{where.substr(0, sizeof site - 1), std::string(name)};
-      known_text.api.resize(std::min(known_text.api.size(), sizeof api - 1));
-      known = text_.emplace(Place{code, called, at}, std::move(known_text)).first;
+      Text found{where.substr(0, sizeof(Call::site) - 1),
+                 std::string(name.substr(0, sizeof(Call::api) - 1))};
+      known = text_.emplace(place, std::move(found)).first;
     }
-    std::memcpy(site, known->second.site.c_str(), known->second.site.size() + 1);
-    std::memcpy(api, known->second.api.c_str(), known->second.api.size() + 1);
+    return known->second;
   }
 
   void forget() {
     for (auto& [code, side] : code_) Py_DECREF(code);
     code_.clear();
     text_.clear();
+    seen_.clear();
   }
 
   std::vector<std::string> packages_;
   std::unordered_map<PyCodeObject*, Side> code_;
   std::unordered_map<Place, Text, Hash> text_;
+  std::unordered_map<Key, Seen, KeyHash> seen_;
+  int depths_[32] = {};  // of the last call, by kind
 };
 
 }  // namespace phalanx
