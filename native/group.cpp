@@ -298,15 +298,16 @@ void Group::judge(Passage& passage, std::span<const int> missing, WaitFacts& fac
                                    "new_group(timeout=...)");
 }
 
-// A word on ranks that left the group after fewer collectives than this one, unless some died.
+// A word on ranks that left the group after fewer collectives than this one, unless some were
+// killed.
 std::string Group::uneven(const Passage& passage, std::span<const int> gone) const {
   std::string word;
   for (int rank : gone) {
-    uint64_t made = board_->seat(rank).newest;
-    if (!board_->seat(rank).left &&
-        board_->roster().member(board_->world_rank(rank)).presence != Presence::Left)
-      return "";
-    if (word.empty() && made < passage.sequence)
+    const uint64_t made = board_->seat(rank).newest;
+    const auto presence = board_->roster().member(board_->world_rank(rank)).presence.load();
+    const bool left = board_->seat(rank).left || presence == Presence::Left;
+    if (!left && presence == Presence::Here) return "";
+    if (left && word.empty() && made < passage.sequence)
       word = "\nrank " + std::to_string(board_->world_rank(rank)) + " left after " +
              std::to_string(made) + " collectives on this group and this is number " +
              std::to_string(passage.sequence) + ": look for uneven numbers of batches or steps";

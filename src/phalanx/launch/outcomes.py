@@ -134,7 +134,7 @@ def _alike(failures: Iterable[Failure]) -> list[list[Failure]]:
         text = str(failure.error)
         if isinstance(failure.error, DistError):
             # The first line says what the rank itself did; times depend on when it was woken.
-            text = re.sub(r"\d+\.\d s", "", text.partition("\n")[2]) or text
+            text = re.sub(r"\d+(\.\d+)? (ms|s|min)\b", "", text.partition("\n")[2]) or text
         parties.setdefault((type(failure.error), text), []).append(failure)
     return [sorted(party, key=lambda failure: failure.rank) for party in parties.values()]
 
