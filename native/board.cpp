@@ -235,6 +235,7 @@ void Board::wake_all() const {
 }
 
 void Board::leave(int rank) {
+  seat(rank).left_ns = now_ns();
   seat(rank).left = true;
   wake_all();
 }
@@ -294,13 +295,17 @@ std::string Board::obituary(int rank, bool ask_system) const {
 }
 
 std::string Board::first_obituary(std::span<const int> ranks, bool ask_system) const {
+  // When it was the last time to be counted on; 0 for those who could not say goodbye.
+  auto when = [&](int rank) {
+    const int64_t left = seat(rank).left ? seat(rank).left_ns.load() : 0;
+    const int64_t ended = roster_->ended_ns(members_[rank]);
+    return left && (!ended || left < ended) ? left : ended;
+  };
   int first = -1;
   std::string text;
   for (int rank : ranks) {
     std::string end = obituary(rank, ask_system);
-    if (end.empty() ||
-        (first >= 0 && roster_->ended_ns(members_[rank]) >= roster_->ended_ns(members_[first])))
-      continue;
+    if (end.empty() || (first >= 0 && when(rank) >= when(first))) continue;
     first = rank;
     text = end;
   }
@@ -313,7 +318,8 @@ std::string Board::first_obituary(std::span<const int> ranks, bool ask_system) c
   };
   if (died(first)) return text;
   for (int rank = 0; rank < size(); ++rank)
-    if (died(rank)) return text + "\nprobably because " + obituary(rank, true);
+    if (when(rank) < when(first) && died(rank))
+      return text + "\nprobably because " + obituary(rank, true);
   return text;
 }
 

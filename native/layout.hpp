@@ -123,6 +123,7 @@ struct Seat {
   Bell mail;  // rung when something arrives for, or leaves, this rank's mailbox
   alignas(64) std::atomic<bool> present;  // its rank has opened the board
   std::atomic<bool> left;                 // and closed it again
+  std::atomic<int64_t> left_ns;           // when
   std::atomic<uint32_t> outbox;           // messages that wait for a free cell
   std::atomic<uint32_t> attending;        // threads that see to what arrives in the mailbox
   std::atomic<uint64_t> finished;         // clock up to which its rank has read what others offer

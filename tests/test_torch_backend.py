@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from datetime import timedelta
 from pathlib import Path
 
@@ -331,6 +332,98 @@ def _timeouts():
 
 def test_timeouts():
     run_torch(_timeouts, 2)
+
+
+def _raise(*_):
+    raise KeyboardInterrupt
+
+
+def _interrupted():
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGALRM, _raise)
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            work.wait()
+        # The operation ended with the wait, unless the group's own thread had begun it.
+        given_up = work.is_completed()
+        store.set("given up", str(given_up))
+        for _ in range(2 * given_up):
+            with pytest.raises(dist.DistBackendError, match="interrupted"):
+                work.wait()
+            assert isinstance(work.exception(), dist.DistBackendError)
+            with pytest.raises(RuntimeError, match="interrupted"):
+                work.get_future().wait()
+        if not given_up:
+            work.wait()
+    elif store.get("given up") == b"True":
+        with pytest.raises(phalanx.PeerFailed, match="interrupted"):
+            dist.all_reduce(torch.ones(4))
+    else:
+        dist.all_reduce(torch.ones(4))
+    dist.all_reduce(tensor := torch.ones(2))
+    check(tensor, torch.full((2,), 2.0))
+
+
+def test_a_wait_that_is_interrupted():
+    run_torch(_interrupted, 2)
+
+
+def _destroyed_by_a_handler():
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 0:
+        signal.signal(signal.SIGALRM, lambda *_: dist.destroy_process_group())
+        works = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(2)]
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        for work in works:
+            with pytest.raises(dist.DistBackendError, match="destroyed"):
+                work.wait()
+        store.set("destroyed", "")
+    else:
+        store.wait(["destroyed"])
+        with pytest.raises(phalanx.PeerFailed, match="rank 0"):
+            dist.all_reduce(torch.ones(4))
+
+
+def test_a_handler_that_destroys_the_group():
+    run_torch(_destroyed_by_a_handler, 2)
+
+
+def _gathers_or_reduces():
+    tensors = [torch.ones(4)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that it is deprecated
+        work = (
+            dist.all_gather_coalesced([[torch.ones(4)] for _ in range(2)], tensors, async_op=True)
+            if dist.get_rank()
+            else dist.all_reduce_coalesced(tensors, async_op=True)
+        )
+    with pytest.raises(RuntimeError, match="does not match"):
+        work.wait()
+
+
+def test_errors_of_coalesced_operations():
+    run_torch(_gathers_or_reduces, 2)
+
+
+def _forks():
+    child = os.fork()
+    if child == 0:  # a copy, and no rank
+        try:
+            with pytest.raises(dist.DistBackendError, match="forked"):
+                dist.all_reduce(torch.ones(1))
+            dist.destroy_process_group()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    dist.all_reduce(tensor := torch.ones(1))
+    assert tensor.item() == 2
+
+
+def test_a_forked_child_is_no_rank():
+    run_torch(_forks, 2)
 
 
 def _refusals():
