@@ -239,7 +239,8 @@ class TorchGroup(Membership):
         if type(opts) is not c10d.BarrierOptions:
             opts = _options(c10d.BarrierOptions, opts if timeout is None else timeout)
         limit = None if opts.timeout == _UNSET else opts.timeout
-        return self._work(collectives.barrier(self._inner, opts.asyncOp, timeout=limit))
+        group = self._within(_UNSET)  # a barrier takes its timeout itself
+        return self._work(collectives.barrier(group, opts.asyncOp, timeout=limit))
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
