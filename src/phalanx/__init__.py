@@ -8,101 +8,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from phalanx.backends.base import GroupBackend
-from phalanx.backends.registry import (
-    Backend,
-    BackendConfig,
-    BackendOptions,
-    is_backend_available,
-)
-from phalanx.coalescing import _coalescing_manager as _coalescing_manager
-from phalanx.collectives import (
-    _all_gather_base as _all_gather_base,
-)
-from phalanx.collectives import (
-    _reduce_scatter_base as _reduce_scatter_base,
-)
-from phalanx.collectives import (
-    all_gather,
-    all_gather_coalesced,
-    all_gather_into_tensor,
-    all_gather_single,
-    all_reduce,
-    all_reduce_coalesced,
-    all_to_all,
-    all_to_all_single,
-    barrier,
-    broadcast,
-    gather,
-    monitored_barrier,
-    reduce,
-    reduce_scatter,
-    reduce_scatter_single,
-    reduce_scatter_tensor,
-    scatter,
-)
-from phalanx.errors import (
-    CollectiveMismatch,
-    Deadlock,
-    DistBackendError,
-    DistError,
-    DistNetworkError,
-    DistQueueEmptyError,
-    DistStoreError,
-    DistTimeout,
-    PeerFailed,
-    StoreTimeout,
-)
-from phalanx.errors import DistQueueEmptyError as QueueEmptyError
-from phalanx.group import ProcessGroup
-from phalanx.objects import (
-    all_gather_object,
-    broadcast_object_list,
-    gather_object,
-    recv_object_list,
-    scatter_object_list,
-    send_object_list,
-)
-from phalanx.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from phalanx.stores.rendezvous import register_rendezvous_handler, rendezvous
-from phalanx.subgroups import (
-    SHRINK_ABORT,
-    SHRINK_DEFAULT,
-    new_group,
-    new_subgroups,
-    new_subgroups_by_enumeration,
-    shrink_group,
-    split_group,
-)
-from phalanx.types import ReduceOp, default_pg_timeout, supports_complex
-from phalanx.work import Work
-from phalanx.world import (
-    GroupMember,
-    destroy_process_group,
-    get_backend,
-    get_backend_config,
-    get_default_backend_for_device,
-    get_global_rank,
-    get_group_rank,
-    get_node_local_rank,
-    get_pg_count,
-    get_process_group_ranks,
-    get_rank,
-    get_world_size,
-    group,
-    init_process_group,
-    is_available,
-    is_gloo_available,
-    is_initialized,
-    is_mpi_available,
-    is_nccl_available,
-    is_torchelastic_launched,
-    is_ucc_available,
-    is_xccl_available,
-)
-from phalanx.world import default_group as _get_default_group  # noqa: F401
-from phalanx.world import is_outside as _rank_not_in_group  # noqa: F401
-
 if TYPE_CHECKING:
     from phalanx import (
         algorithms,
@@ -116,6 +21,39 @@ if TYPE_CHECKING:
         testing,
     )
     from phalanx.algorithms.join import Join, Joinable, JoinHook
+    from phalanx.backends.base import GroupBackend
+    from phalanx.backends.registry import (
+        Backend,
+        BackendConfig,
+        BackendOptions,
+        is_backend_available,
+    )
+    from phalanx.coalescing import _coalescing_manager as _coalescing_manager
+    from phalanx.collectives import (
+        _all_gather_base as _all_gather_base,
+    )
+    from phalanx.collectives import (
+        _reduce_scatter_base as _reduce_scatter_base,
+    )
+    from phalanx.collectives import (
+        all_gather,
+        all_gather_coalesced,
+        all_gather_into_tensor,
+        all_gather_single,
+        all_reduce,
+        all_reduce_coalesced,
+        all_to_all,
+        all_to_all_single,
+        barrier,
+        broadcast,
+        gather,
+        monitored_barrier,
+        reduce,
+        reduce_scatter,
+        reduce_scatter_single,
+        reduce_scatter_tensor,
+        scatter,
+    )
     from phalanx.data import (
         DistributedSampler,
         LengthGroupedSampler,
@@ -128,14 +66,73 @@ if TYPE_CHECKING:
         set_debug_level,
         set_debug_level_from_env,
     )
+    from phalanx.errors import (
+        CollectiveMismatch,
+        Deadlock,
+        DistBackendError,
+        DistError,
+        DistNetworkError,
+        DistQueueEmptyError,
+        DistStoreError,
+        DistTimeout,
+        PeerFailed,
+        StoreTimeout,
+    )
+    from phalanx.errors import DistQueueEmptyError as QueueEmptyError
+    from phalanx.groups import ProcessGroup
     from phalanx.heap import empty_shared, is_shared
     from phalanx.launch.threads import run_threads
     from phalanx.mesh import DeviceMesh, init_device_mesh
+    from phalanx.objects import (
+        all_gather_object,
+        broadcast_object_list,
+        gather_object,
+        recv_object_list,
+        scatter_object_list,
+        send_object_list,
+    )
+    from phalanx.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
     from phalanx.parallel.batchnorm import SyncBatchNorm
     from phalanx.parallel.buckets import GradBucket
     from phalanx.parallel.ddp import BuiltinCommHookType, DistributedDataParallel
     from phalanx.parallel.precision import MixedPrecision
     from phalanx.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+    from phalanx.stores.rendezvous import register_rendezvous_handler, rendezvous
+    from phalanx.subgroups import (
+        SHRINK_ABORT,
+        SHRINK_DEFAULT,
+        new_group,
+        new_subgroups,
+        new_subgroups_by_enumeration,
+        shrink_group,
+        split_group,
+    )
+    from phalanx.types import ReduceOp, default_pg_timeout, supports_complex
+    from phalanx.work import Work
+    from phalanx.world import (
+        GroupMember,
+        destroy_process_group,
+        get_backend,
+        get_backend_config,
+        get_default_backend_for_device,
+        get_global_rank,
+        get_group_rank,
+        get_node_local_rank,
+        get_pg_count,
+        get_process_group_ranks,
+        get_rank,
+        get_world_size,
+        group,
+        init_process_group,
+        is_available,
+        is_gloo_available,
+        is_initialized,
+        is_mpi_available,
+        is_nccl_available,
+        is_torchelastic_launched,
+        is_ucc_available,
+        is_xccl_available,
+    )
 
 __all__ = [
     "SHRINK_ABORT",
@@ -256,56 +253,85 @@ __all__ = [
     "testing",
 ]
 
-# Imported when first asked for, so that `import phalanx` costs little. None: the module itself.
-_LAZY = {
-    "BuiltinCommHookType": "parallel.ddp",
-    "DebugLevel": "debug.levels",
-    "DeviceMesh": "mesh",
-    "DistributedDataParallel": "parallel.ddp",
-    "DistributedSampler": "data",
-    "FileStore": "stores",
-    "GradBucket": "parallel.buckets",
-    "HashStore": "stores",
-    "Join": "algorithms.join",
-    "JoinHook": "algorithms.join",
-    "Joinable": "algorithms.join",
-    "LengthGroupedSampler": "data",
-    "MixedPrecision": "parallel.precision",
-    "PrefixStore": "stores",
-    "Store": "stores",
-    "SyncBatchNorm": "parallel.batchnorm",
-    "TCPStore": "stores",
-    "WeightedDistributedSampler": "data",
-    "algorithms": None,
-    "breakpoint": "debug.breakpoints",
-    "data": None,
-    "debug": None,
-    "empty_shared": "heap",
-    "functional": None,
-    "get_debug_level": "debug.levels",
-    "init_device_mesh": "mesh",
-    "is_shared": "heap",
-    "launch": None,
-    "optim": None,
-    "parallel": None,
-    "run_threads": "launch.threads",
-    "set_debug_level": "debug.levels",
-    "set_debug_level_from_env": "debug.levels",
-    "stores": None,
-    "testing": None,
+# Where the names come from. A module is imported when one of its names is first asked for, so that
+# `import phalanx` costs little: the command line does without torch as long as it can.
+_MODULES = {
+    "algorithms",
+    "data",
+    "debug",
+    "functional",
+    "launch",
+    "optim",
+    "parallel",
+    "stores",
+    "testing",
+}
+_NAMES = {
+    "algorithms.join": "Join Joinable JoinHook",
+    "backends.base": "GroupBackend",
+    "backends.registry": "Backend BackendConfig BackendOptions is_backend_available",
+    "coalescing": "_coalescing_manager",
+    "collectives": (
+        "all_gather _all_gather_base all_gather_coalesced all_gather_into_tensor "
+        "all_gather_single all_reduce all_reduce_coalesced all_to_all all_to_all_single barrier "
+        "broadcast gather monitored_barrier reduce reduce_scatter _reduce_scatter_base "
+        "reduce_scatter_single reduce_scatter_tensor scatter"
+    ),
+    "data": "DistributedSampler LengthGroupedSampler WeightedDistributedSampler",
+    "debug.breakpoints": "breakpoint",
+    "debug.levels": "DebugLevel get_debug_level set_debug_level set_debug_level_from_env",
+    "errors": (
+        "CollectiveMismatch Deadlock DistBackendError DistError DistNetworkError "
+        "DistQueueEmptyError DistStoreError DistTimeout PeerFailed "
+        "QueueEmptyError=DistQueueEmptyError StoreTimeout"
+    ),
+    "groups": "ProcessGroup",
+    "heap": "empty_shared is_shared",
+    "launch.threads": "run_threads",
+    "mesh": "DeviceMesh init_device_mesh",
+    "objects": (
+        "all_gather_object broadcast_object_list gather_object recv_object_list "
+        "scatter_object_list send_object_list"
+    ),
+    "p2p": "batch_isend_irecv irecv isend P2POp recv send",
+    "parallel.batchnorm": "SyncBatchNorm",
+    "parallel.buckets": "GradBucket",
+    "parallel.ddp": "BuiltinCommHookType DistributedDataParallel",
+    "parallel.precision": "MixedPrecision",
+    "stores": "FileStore HashStore PrefixStore Store TCPStore",
+    "stores.rendezvous": "register_rendezvous_handler rendezvous",
+    "subgroups": (
+        "new_group new_subgroups new_subgroups_by_enumeration SHRINK_ABORT SHRINK_DEFAULT "
+        "shrink_group split_group"
+    ),
+    "types": "default_pg_timeout ReduceOp supports_complex",
+    "work": "Work",
+    "world": (
+        "destroy_process_group get_backend get_backend_config get_default_backend_for_device "
+        "_get_default_group=default_group get_global_rank get_group_rank get_node_local_rank "
+        "get_pg_count get_process_group_ranks get_rank get_world_size group GroupMember "
+        "init_process_group is_available is_gloo_available is_initialized is_mpi_available "
+        "is_nccl_available is_torchelastic_launched is_ucc_available is_xccl_available "
+        "_rank_not_in_group=is_outside"
+    ),
+}
+_ORIGINS = {
+    public: (module, name or public)
+    for module, names in _NAMES.items()
+    for public, _, name in (entry.partition("=") for entry in names.split())
 }
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
-    module = _LAZY[name]
-    if module is None:
+    if name in _MODULES:
         return importlib.import_module(f"phalanx.{name}")
-    value = getattr(importlib.import_module(f"phalanx.{module}"), name)
+    if name not in _ORIGINS:
+        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+    module, original = _ORIGINS[name]
+    value = getattr(importlib.import_module(f"phalanx.{module}"), original)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_MODULES, *_ORIGINS})

@@ -18,7 +18,7 @@ import phalanx_autoload
 from phalanx import _native
 from phalanx._native import common_dtype_code, dtype_code
 from phalanx.errors import DistBackendError
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.types import DTYPES, ReduceOp
 
 _STRIDED = torch.strided

@@ -3,47 +3,53 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 
-from phalanx.debug.outside import JobNotFound
-
-# Each is a module with a docstring, `configure(parser)` and `run(arguments)`, which returns the
-# exit code.
-COMMANDS = {
-    "ps": "phalanx.debug.ps",
-    "top": "phalanx.debug.top",
-    "why": "phalanx.debug.why",
-}
+from phalanx.commands import COMMANDS, CommandError, describe
+from phalanx.extras import MissingExtra
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 not possible, 2 wrong usage."""
-    parser = ArgumentParser("phalanx", description="Look after jobs of phalanx on this machine.")
-    parser.add_argument("--version", action="version", version=f"phalanx {_version()}")
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, path in COMMANDS.items():
-        module = importlib.import_module(path)
-        about = (module.__doc__ or "").strip()
-        command = commands.add_parser(name, help=about, description=about)
-        module.configure(command)
-        command.set_defaults(run=module.run)
-    given = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    given = _parser(words).parse_args(words)
     try:
         return int(given.run(given))
-    except JobNotFound as error:
+    except (CommandError, MissingExtra) as error:
         print(f"phalanx: {error}", file=sys.stderr)
         return 1
     except BrokenPipeError:
-        sys.stderr.close()  # whoever read the output has gone; say nothing on the way out
+        # Whoever read the output has gone; say nothing on the way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         return 130
 
 
+def _parser(words: Sequence[str]) -> ArgumentParser:
+    """Build the parser, with the arguments of the one command that is asked for."""
+    parser = ArgumentParser(
+        "phalanx", description="Run, watch and measure distributed jobs on this machine."
+    )
+    if "--version" in words:
+        parser.add_argument("--version", action="version", version=f"phalanx {_version()}")
+    else:
+        parser.add_argument("--version", action="store_true", help="show the version and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    asked = next((word for word in words if not word.startswith("-")), None)
+    for name, command in COMMANDS.items():
+        subparser = commands.add_parser(name, help=command.about)
+        if name == asked:
+            describe(subparser, importlib.import_module(command.module))
+    return parser
+
+
 def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
     try:
         return version("phalanx")
     except PackageNotFoundError:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from phalanx.backends.base import Call, GroupBackend
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.profiling import Collecting
 from phalanx.types import Timeout
 from phalanx.work import CompletedWork, Work

@@ -18,7 +18,7 @@ from phalanx import checks, sparse
 from phalanx._native import dtype_code
 from phalanx.backends.base import Call
 from phalanx.checks import plain
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.types import ReduceOp, Timeout, seconds
 from phalanx.work import Work
 from phalanx.world import active, membership, transport

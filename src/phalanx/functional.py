@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from phalanx import checks, collectives
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.types import ReduceOp
 from phalanx.world import get_rank, get_world_size, resolve
 

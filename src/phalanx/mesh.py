@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.subgroups import new_group
 from phalanx.world import (
     get_process_group_ranks,

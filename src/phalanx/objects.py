@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx import checks
 from phalanx.collectives import all_gather, broadcast, gather, scatter
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.p2p import recv, send
 from phalanx.world import membership
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from phalanx import checks
 from phalanx.checks import plain
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.work import Work
 from phalanx.world import active, membership, resolve
 

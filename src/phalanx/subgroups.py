@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from phalanx.backends.registry import BackendConfig
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.types import Timeout, default_pg_timeout, seconds
 from phalanx.world import World, current_slot, get_process_group_ranks, here, resolve
 

@@ -21,7 +21,7 @@ from torch.autograd import profiler
 
 from phalanx.backends.base import GroupBackend
 from phalanx.backends.registry import Backend, BackendConfig, BackendOptions, is_backend_available
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.profiling import seen
 from phalanx.types import Timeout, default_pg_timeout, seconds
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from phalanx.collectives import all_reduce
 from phalanx.errors import CollectiveMismatch, Deadlock
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.work import CompletedWork, Work
 from phalanx.world import resolve
 

@@ -22,7 +22,7 @@ from phalanx.debug import diary, notes
 from phalanx.debug.diary import Diary
 from phalanx.debug.notes import Entry, Statistics
 from phalanx.errors import DistBackendError
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.launch.outcomes import spell
 from phalanx.types import Timeout
 from phalanx.work import Work

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from phalanx import _native
+from phalanx.commands import CommandError
 from phalanx.errors import DistBackendError
 
 _HEAP = "/memfd:phalanx-heap"
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class JobNotFound(LookupError):
+class JobNotFound(CommandError, LookupError):
     """No job, or more than one, is what was asked for."""
 
 

@@ -10,6 +10,11 @@ from argparse import ArgumentParser, Namespace
 from phalanx.debug import outside, verdict
 from phalanx.debug.text import duration, table
 
+EXAMPLES = [
+    ("phalanx ps", "one line for each job"),
+    ("phalanx ps --json", "the same, for programs"),
+]
+
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON list")

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from phalanx import logs
 from phalanx.errors import PeerFailed
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.world import World, here
 
 DIRECTORY_VARIABLE = "PHALANX_FLIGHT_RECORDER"

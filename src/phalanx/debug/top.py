@@ -21,6 +21,13 @@ _HEADING = ["RANK", "PID", "STATE", "FOR", "GROUP", "OPERATION", "SEQ", "WAITS F
 _HEADING += ["OP/S", "BYTES/S", "CALL SITE"]
 
 
+EXAMPLES = [
+    ("phalanx top", "the only job of this machine, once a second"),
+    ("phalanx top 4711 --once", "the job of process 4711, once"),
+    ("phalanx top --json --interval 5", "one JSON object every five seconds"),
+]
+
+
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", help="id of the job, its beginning, or a process id")
     parser.add_argument("--once", action="store_true", help="print the table once")

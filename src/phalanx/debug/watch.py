@@ -17,7 +17,7 @@ from types import FrameType
 from phalanx import errors, logs
 from phalanx.debug import detail, levels, recorder
 from phalanx.errors import DistBackendError, DistStoreError
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.world import World, current
 
 _world_log = logs.area("world")

@@ -18,6 +18,13 @@ _PAUSE = 0.3  # seconds between the two looks that tell whether anything moves
 _MOST_STACKS = 8
 
 
+EXAMPLES = [
+    ("phalanx why", "the only job of this machine"),
+    ("phalanx why 4711", "the job of process 4711"),
+    ("phalanx why --json", "the same, for programs"),
+]
+
+
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", help="id of the job, its beginning, or a process id")
     parser.add_argument("--json", action="store_true", help="print a JSON object")

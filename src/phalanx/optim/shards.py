@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx._native import copy_all
 from phalanx.collectives import all_gather
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.heap import empty_shared
 from phalanx.parallel.packing import places, room
 from phalanx.work import Work

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from phalanx import logs
 from phalanx.algorithms.join import Join, Joinable, JoinHook
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.objects import all_gather_object, gather_object
 from phalanx.optim.shards import FlatShards, LooseShards, assign, cut
 from phalanx.optim.subset import check_steps_without_closure, step_only

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.futures import Future
 
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.mesh import DeviceMesh
 from phalanx.parallel.buckets import GradBucket
 from phalanx.world import resolve

@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from phalanx import collectives, functional
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.world import is_initialized, resolve
 
 # NumPy's operations on a few numbers, one per channel, take a fraction of the time of torch's.

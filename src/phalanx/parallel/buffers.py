@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.futures import Future
 
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.parallel.replicas import broadcast_coalesced
 
 Hook = Callable[[Any, dict[str, Tensor]], Any]

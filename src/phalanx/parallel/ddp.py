@@ -16,7 +16,7 @@ from torch.autograd import profiler
 from torch.futures import Future
 
 from phalanx.algorithms.join import Join, Joinable, JoinHook
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.mesh import DeviceMesh
 from phalanx.parallel.arguments import (
     check_comm_hook,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.heap import empty_shared
 from phalanx.parallel.replicas import broadcast_coalesced
 from phalanx.types import ReduceOp

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx import collectives
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.parallel.buckets import Bucket, GradBucket
 from phalanx.parallel.health import GradientHealth
 from phalanx.types import ReduceOp

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.objects import all_gather_object
 from phalanx.parallel.buckets import Bucket, Slot
 

@@ -14,7 +14,7 @@ from torch.autograd.profiler import record_function
 from torch.futures import Future
 
 from phalanx._native import copy_all
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.parallel.buckets import (
     Bucket,
     BucketCapacityConfig,

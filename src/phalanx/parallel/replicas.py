@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from phalanx._native import copy_all
 from phalanx.collectives import all_gather_single
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.heap import empty_shared
 from phalanx.objects import all_gather_object
 from phalanx.parallel.packing import places, room

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.algorithms.join import JoinHook
 from phalanx.collectives import all_reduce
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.parallel.replicas import sync_module_states
 from phalanx.types import ReduceOp
 

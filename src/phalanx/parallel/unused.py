@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.objects import all_gather_object
 from phalanx.parallel.buckets import Slot
 from phalanx.types import ReduceOp

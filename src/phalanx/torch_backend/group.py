@@ -20,7 +20,7 @@ from torch.autograd import profiler
 from phalanx import coalescing, collectives, p2p
 from phalanx._native import dtype_code
 from phalanx.backends.base import GroupBackend
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.torch_backend import handlers, lifted, worlds
 from phalanx.torch_backend.limits import Limited
 from phalanx.torch_backend.membership import Membership

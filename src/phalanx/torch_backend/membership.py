@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from phalanx.backends.local import LocalBackend
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.torch_backend import theirs, worlds
 from phalanx.torch_backend.engines import Engines, refusing
 from phalanx.torch_backend.futures import Completer

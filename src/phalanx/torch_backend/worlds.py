@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from phalanx.backends.registry import BackendConfig
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.torch_backend.store import TorchStore
 from phalanx.types import seconds
 from phalanx.world import Slot, World, current_slot

@@ -15,7 +15,7 @@ from phalanx.algorithms.ddp_comm_hooks import default_hooks as default
 from phalanx.algorithms.ddp_comm_hooks import optimizer_overlap_hooks as optimizer_overlap
 from phalanx.algorithms.ddp_comm_hooks import powerSGD_hook as powerSGD
 from phalanx.algorithms.ddp_comm_hooks import quantization_hooks as quantization
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 
 __all__ = [
     "DDPCommHookType",

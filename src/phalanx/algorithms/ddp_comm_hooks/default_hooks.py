@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx.collectives import all_reduce
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.parallel.buckets import GradBucket
 from phalanx.types import ReduceOp
 from phalanx.work import Work

@@ -14,7 +14,7 @@ from torch.futures import Future
 from phalanx.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from phalanx.algorithms.ddp_comm_hooks.default_hooks import _allreduce_fut
 from phalanx.algorithms.ddp_comm_hooks.states import HookState
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.parallel.buckets import GradBucket
 from phalanx.world import resolve
 

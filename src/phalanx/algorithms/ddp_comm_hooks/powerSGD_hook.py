@@ -20,7 +20,7 @@ from torch.futures import Future
 from phalanx.algorithms.ddp_comm_hooks.default_hooks import _allreduce_fut
 from phalanx.algorithms.ddp_comm_hooks.states import HookState, log
 from phalanx.collectives import all_reduce
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.heap import empty_shared
 from phalanx.parallel.buckets import GradBucket
 from phalanx.types import ReduceOp

@@ -13,7 +13,7 @@ from torch.futures import Future
 
 from phalanx.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from phalanx.collectives import all_gather_coalesced
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.parallel.buckets import GradBucket
 from phalanx.world import resolve
 

@@ -9,7 +9,7 @@ from phalanx.algorithms.model_averaging.utils import (
     Parameters,
     average_parameters_or_parameter_groups,
 )
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.world import is_outside, resolve
 
 __all__ = ["ModelAverager", "PeriodicModelAverager"]

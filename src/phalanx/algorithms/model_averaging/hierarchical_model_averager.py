@@ -15,7 +15,7 @@ from phalanx.algorithms.model_averaging.utils import (
     Parameters,
     average_parameters_or_parameter_groups,
 )
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.subgroups import new_subgroups, split_group
 from phalanx.world import default_group, resolve
 

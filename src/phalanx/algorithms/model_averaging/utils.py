@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.collectives import all_reduce, all_reduce_coalesced
-from phalanx.group import ProcessGroup
+from phalanx.groups import ProcessGroup
 from phalanx.heap import empty_shared
 from phalanx.types import ReduceOp
 from phalanx.world import is_outside

@@ -1,0 +1,41 @@
+"""What the subcommands of the command line share.
+
+A command is a module with a docstring, `EXAMPLES` (pairs of a command line and what it does),
+`configure(parser)`, and `run(arguments)`, which returns the exit code. Importing it is cheap:
+torch, rich and the like are imported by `run`.
+"""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from types import ModuleType
+from typing import NamedTuple
+
+
+class CommandError(Exception):
+    """Ends a command with exit code 1 and a message instead of a traceback."""
+
+
+class Command(NamedTuple):
+    """Where a command is found, and what the list of commands says of it."""
+
+    module: str
+    about: str
+
+
+COMMANDS = {
+    "ps": Command("phalanx.debug.ps", "list the jobs of this user on this machine"),
+    "top": Command("phalanx.debug.top", "watch what every rank of a job does"),
+    "why": Command("phalanx.debug.why", "say why a job does not move"),
+}
+
+
+def describe(parser: ArgumentParser, module: ModuleType) -> None:
+    """Give a command's parser its arguments, its description and its examples."""
+    parser.formatter_class = RawDescriptionHelpFormatter
+    parser.description = (module.__doc__ or "").strip()
+    width = max(len(line) for line, _ in module.EXAMPLES)
+    examples = [f"  {line:<{width}}  {effect}" for line, effect in module.EXAMPLES]
+    parser.epilog = "\n".join(["examples:", *examples])
+    module.configure(parser)
+    parser.set_defaults(run=module.run)
