@@ -11,7 +11,8 @@ With `env://`, MASTER_ADDR and MASTER_PORT are where rank 0 runs the store. They
 under an MPI launcher or Slurm if all ranks are on one machine: then they meet in a private
 directory (see `meeting`), under a name made from what identifies the job. torchrun does set them,
 but to the store of its own agent, which speaks another protocol: there too ranks meet in the
-directory, so that no second port has to be agreed on.
+directory, so that no second port has to be agreed on. So they do under ``phalanx run``, whose port
+is left to torch's store.
 
 A process may rendezvous again and again at one place: each time is a world of its own, and all
 ranks must come the same number of times.
@@ -187,7 +188,7 @@ def from_environment(
     rank = own("rank", launcher.rank, "the number of this process, from 0")
     world_size = own("world_size", launcher.size, "how many processes there are")
 
-    identity = _torchrun_identity(environment)
+    identity = _run_identity(environment) or _torchrun_identity(environment)
     if not identity and not {"MASTER_ADDR", "MASTER_PORT"} & environment.keys():
         identity = launcher.job(environment)
     if identity:
@@ -312,6 +313,14 @@ def _require_one_machine(
         "on several machines need an address: give tcp://HOST:PORT, rank 0's host and a free port "
         f"there{master}"
     )
+
+
+def _run_identity(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Name the job of ``phalanx run``, unless somebody has since told of another place to meet."""
+    job = environment.get("PHALANX_JOB", "")
+    if not job or job.rpartition(":")[2] != environment.get("MASTER_PORT"):
+        return ()
+    return ("phalanx run", job, environment.get("PHALANX_SECRET", ""))
 
 
 def _torchrun_identity(environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,0 +1,280 @@
+"""The launcher's side of a job: it passes on what ranks print, and decides when it is over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from phalanx.launch.keeper import Order, kill_below
+from phalanx.launch.output import Screen, Speaker, traceback_in
+
+# Once a rank has failed, the others may end by themselves, and say what they saw of it, for so
+# many seconds; then they are asked to (SIGTERM), and some seconds later they are killed.
+ALONE, ASKED = 2.0, 5.0
+# After Ctrl-C or SIGTERM, ranks may take so long to put their things in order.
+FAREWELL = 10.0
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# Starts a keeper that does not see this directory: a file there might hide a module it needs.
+_KEEPER = (
+    "import sys; getattr(sys.flags, 'safe_path', 0) or sys.path.pop(0); "
+    "from phalanx.launch.keeper import main; main({})"
+)
+
+
+@dataclass(frozen=True)
+class End:
+    """How one rank ended."""
+
+    rank: int
+    status: int  # as of waitpid
+    when: float
+    record: dict[str, Any]  # what it reported of an exception
+    last_words: str  # its traceback, or the end of what it wrote to stderr
+
+    @property
+    def code(self) -> int:
+        """The exit code as a shell tells it."""
+        code = os.waitstatus_to_exitcode(self.status)
+        return 128 - code if code < 0 else code
+
+    @property
+    def signal(self) -> int:
+        """The signal that ended it, or 0."""
+        return os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else 0
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether it only reports that another rank failed."""
+        return bool(self.record.get("echo"))
+
+
+@dataclass
+class Outcome:
+    """What became of one attempt to run a job."""
+
+    ends: list[End] = field(default_factory=list)
+    unasked: set[int] = field(default_factory=set)  # ranks that ended before any was told to
+    interrupted: int = 0  # the signal by which the user ended the job
+    timed_out: list[int] = field(default_factory=list)  # ranks that still ran at the deadline
+    left: list[str] = field(default_factory=list)  # processes that ranks had left behind
+    keeper: int = 0  # exit status of the keeper if it did not live to see its ranks end
+
+    @property
+    def first(self) -> End | None:
+        """The rank that failed first; one that only heard of another's failure did not."""
+        failed = [end for end in self.ends if end.status]
+        own = [end for end in failed if end.rank in self.unasked] or failed
+
+        def order(end: End) -> tuple[bool, float]:
+            # A death by signal is noticed a little later than what it does to other ranks.
+            return end.is_echo, end.when - (1.0 if end.signal else 0.0)
+
+        return min(own, key=order, default=None)
+
+
+class Signals:
+    """The signals that end a launcher, to be read from a pipe while this is entered.
+
+    Each is two bytes: its number, and whether a terminal has sent it, which sends it to the ranks
+    as well. Those that are ignored, as by nohup, stay so.
+    """
+
+    def __init__(self) -> None:
+        self.ignored = [int(n) for n in _ENDING if signal.getsignal(n) == signal.SIG_IGN]
+        self._taken = set(_ENDING) - set(self.ignored)
+        self.pipe, self._end = os.pipe()
+
+    def __enter__(self) -> Signals:
+        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, self._taken)
+        threading.Thread(target=self._take, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+
+    def _take(self) -> None:
+        while True:
+            told = signal.sigwaitinfo(self._taken)
+            os.write(self._end, bytes([told.si_signo, told.si_code > 0]))
+
+
+class Supervisor:
+    """Runs one attempt; `run` returns when nothing of it is left."""
+
+    def __init__(
+        self,
+        order: Order,
+        screen: Screen,
+        logs: Path | None,
+        signals: Signals,
+        say: Callable[[str], None],
+        deadline: float | None,
+        overdue: Callable[[list[int]], None],
+    ) -> None:
+        self._screen, self._signals, self._say = screen, signals, say
+        self._deadline, self._overdue = deadline, overdue
+        self._size = len(order.environments)
+        self._selector = selectors.DefaultSelector()
+        self._speakers: dict[tuple[int, str], Speaker] = {}
+        self._records = [b""] * self._size
+        self._ended: dict[int, tuple[int, float]] = {}  # status and time of ranks
+        self._pids: list[int] = []
+        self._open = 0  # pipes
+        self._told = False  # whether ranks have been told to end
+        self._steps: list[tuple[float, int]] = []  # when to send which signal
+        self._outcome = Outcome()
+        pipes = [self._pipes(rank, logs) for rank in range(self._size)]
+        self._start_keeper(replace(order, pipes=pipes, ignored=signals.ignored))
+        self._selector.register(signals.pipe, selectors.EVENT_READ, self._interrupt)
+
+    def run(self) -> Outcome:
+        """Wait for all ranks to end, and see to it that they do."""
+        try:
+            while self._connection is not None or self._open:
+                self._step()
+        finally:
+            kill_below(os.getpid())
+            self._keeper.wait()
+            self._selector.close()
+        for speaker in self._speakers.values():
+            speaker.end()
+        self._outcome.ends = [self._end(rank) for rank in sorted(self._ended)]
+        return self._outcome
+
+    def _start_keeper(self, order: Order) -> None:
+        ours, theirs = socket.socketpair()
+        writers = [descriptor for pipes in order.pipes for descriptor in pipes]
+        command = [sys.executable, "-c", _KEEPER.format(theirs.fileno())]
+        self._keeper = subprocess.Popen(
+            command,
+            pass_fds=[theirs.fileno(), *writers],
+            # What all ranks are told, so that it holds for modules imported once for all of them.
+            env={k: v for k, v in order.environments[0].items() if "RANK" not in k},
+        )
+        for descriptor in writers:
+            os.close(descriptor)
+        theirs.close()
+        self._connection: Connection | None = Connection(ours.detach())
+        self._selector.register(self._connection, selectors.EVENT_READ, self._hear)
+        with contextlib.suppress(BrokenPipeError):  # then it is found to have ended
+            self._connection.send_bytes(json.dumps(asdict(order)).encode())
+
+    def _pipes(self, rank: int, logs: Path | None) -> list[int]:
+        """Open the pipes of a rank, and return the ends that are its own."""
+        directory = logs / str(rank) if logs else None
+        if directory:
+            directory.mkdir(parents=True)
+        writers = []
+        for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+            log = directory / f"{name}.log" if directory else None
+            speaker = Speaker(rank, self._screen, stream, log)
+            self._speakers[rank, name] = speaker
+            writers.append(self._pipe(speaker.write))
+        writers.append(self._pipe(partial(self._record, rank)))
+        return writers
+
+    def _pipe(self, take: Callable[[bytes], None]) -> int:
+        reader, writer = os.pipe()
+        self._selector.register(reader, selectors.EVENT_READ, partial(self._read, reader, take))
+        self._open += 1
+        return writer
+
+    def _step(self) -> None:
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline:
+            self._deadline = None
+            self._time_out()
+        while self._steps and self._steps[0][0] <= now:
+            self._tell(self._steps.pop(0)[1])
+        times = [time for time, _ in self._steps[:1]]
+        times += [] if self._deadline is None else [self._deadline]
+        for key, _ in self._selector.select(min(times) - now if times else None):
+            key.data()
+
+    def _read(self, reader: int, take: Callable[[bytes], None]) -> None:
+        data = os.read(reader, 1 << 16)
+        if data:
+            take(data)
+            return
+        self._selector.unregister(reader)
+        os.close(reader)
+        self._open -= 1
+
+    def _record(self, rank: int, data: bytes) -> None:
+        self._records[rank] += data
+
+    def _hear(self) -> None:
+        """Take the keeper's next message, or notice its end."""
+        assert self._connection is not None
+        try:
+            event = json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            self._selector.unregister(self._connection)
+            self._connection.close()
+            self._connection = None
+            if len(self._ended) < self._size:
+                self._outcome.keeper = self._keeper.wait() or 1
+            kill_below(os.getpid())
+            return
+        if "pids" in event:
+            self._pids = event["pids"]
+        elif "left" in event:
+            self._outcome.left = event["left"]
+        else:
+            self._rank_ended(event["rank"], event["status"], event["when"])
+
+    def _rank_ended(self, rank: int, status: int, when: float) -> None:
+        self._ended[rank] = status, when
+        if not self._told:
+            self._outcome.unasked.add(rank)
+        if status and not self._steps and not self._told:
+            now = time.monotonic()
+            self._steps = [(now + ALONE, signal.SIGTERM), (now + ALONE + ASKED, signal.SIGKILL)]
+
+    def _interrupt(self) -> None:
+        number, from_terminal = os.read(self._signals.pipe, 2)
+        if self._outcome.interrupted:
+            self._steps = []
+            self._tell(signal.SIGKILL)
+            return
+        self._outcome.interrupted = number
+        name = signal.Signals(number).name
+        self._say(f"{name}: ranks have {FAREWELL:g} s to end; once more kills them at once")
+        self._told = True
+        if not from_terminal:
+            self._tell(number)
+        self._steps = [(time.monotonic() + FAREWELL, signal.SIGKILL)]
+
+    def _time_out(self) -> None:
+        running = [rank for rank in range(self._size) if rank not in self._ended]
+        self._outcome.timed_out = running
+        self._overdue([self._pids[rank] for rank in running] if self._pids else [])
+        self._tell(signal.SIGTERM)
+        self._steps = [(time.monotonic() + ASKED, signal.SIGKILL)]
+
+    def _tell(self, number: int) -> None:
+        self._told = True
+        if self._connection is not None:
+            with contextlib.suppress(OSError):  # then it is found to have ended
+                self._connection.send_bytes(json.dumps({"signal": number}).encode())
+
+    def _end(self, rank: int) -> End:
+        status, when = self._ended[rank]
+        record = json.loads(self._records[rank] or b"{}")
+        words = record.get("traceback") or traceback_in(self._speakers[rank, "stderr"].last)
+        return End(rank, status, record.get("when", when), record, words.rstrip())
