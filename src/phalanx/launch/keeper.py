@@ -33,6 +33,9 @@ from typing import NoReturn
 # How long what ranks have left behind may take to end by itself, and then once it is asked to.
 _PATIENCE = 2.0
 
+# Makes a rank that runs Python show the stacks of its threads; others do not get it.
+STACKS = signal.SIGUSR2
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -175,7 +178,7 @@ class _Keeper:
             for pid in descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-        else:
+        elif number != STACKS or self._order.kind != "executable":
             for pid in self._ranks:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -218,6 +221,7 @@ def _be(rank: int, order: Order) -> int:
     from phalanx.launch import script
 
     faulthandler.enable()
+    faulthandler.register(STACKS, all_threads=True)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if "numpy.random" in sys.modules:  # as if it had been imported by each rank

@@ -17,6 +17,14 @@ _CLEAR_LINE = "\r\x1b[K"
 _KEPT_LINES = 200
 
 
+_TRACEBACK = re.compile(r"^(Traceback \(most recent call last\)|Fatal Python error)")
+
+# Where the stack of a rank begins: in what runs its program.
+_OUR_FRAME = re.compile(
+    r'\s+File "(.*/phalanx/launch/(script|keeper)\.py|<string>|<frozen runpy>)", line \d+ in'
+)
+
+
 def wants_colour(stream: IO[str]) -> bool:
     """Say whether to use colours there: on a terminal that has them, unless NO_COLOR is set."""
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
@@ -36,28 +44,35 @@ class Screen:
     """
 
     def __init__(self) -> None:
-        self._live = ""
+        self._shown = ""
+        self._unfinished = ""
         self._terminal = sys.stdout.isatty() and sys.stderr.isatty()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is an unfinished line to `show`, should it stay so for a moment."""
+        return self._unfinished != self._shown
 
     def line(self, stream: IO[str], text: str) -> None:
         """Print a line."""
-        if self._live:
-            print(_CLEAR_LINE, end="", file=stream)
+        self._erase()
         print(text, file=stream, flush=True)
-        if self._live:
-            print(self._live, end="", file=sys.stderr, flush=True)
 
-    def live(self, text: str) -> None:
-        """Show a line that is not finished, in place of another such line."""
-        if self._terminal and text != self._live:
-            print((_CLEAR_LINE if self._live else "") + text, end="", file=sys.stderr, flush=True)
-            self._live = text
+    def unfinished(self, text: str) -> None:
+        """Keep a line that is not finished, in place of another such line."""
+        if self._terminal:
+            self._unfinished = text
 
-    def clear(self) -> None:
-        """Take the unfinished line away."""
-        if self._live:
+    def show(self) -> None:
+        """Print the unfinished line."""
+        self._erase()
+        print(self._unfinished, end="", file=sys.stderr, flush=True)
+        self._shown = self._unfinished
+
+    def _erase(self) -> None:
+        if self._shown:
             print(_CLEAR_LINE, end="", file=sys.stderr, flush=True)
-            self._live = ""
+            self._shown = ""
 
 
 class Speaker:
@@ -77,10 +92,7 @@ class Speaker:
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._print(line)
-        if self._rest:
-            self._screen.live(self._label + _shown(self._rest))
-        elif lines:
-            self._screen.clear()
+        self._screen.unfinished(self._label + _shown(self._rest) if self._rest else "")
 
     def note(self, data: bytes) -> None:
         """Write to the rank's file only."""
@@ -91,7 +103,7 @@ class Speaker:
     def end(self) -> None:
         """Print what is left."""
         if self._rest:
-            self._screen.clear()
+            self._screen.unfinished("")
             self._print(self._rest)
             self._rest = b""
         if self._log:
@@ -99,6 +111,8 @@ class Speaker:
 
     def _print(self, line: bytes) -> None:
         text = _shown(line)
+        if _OUR_FRAME.match(text):
+            return
         self.last.append(text)
         self._screen.line(self._stream, self._label + text)
 
@@ -107,9 +121,6 @@ def _shown(line: bytes) -> str:
     """Return what a terminal would show of a line in which carriage returns overwrite."""
     text = line.decode(errors="replace").rstrip("\r")
     return text.rpartition("\r")[2]
-
-
-_TRACEBACK = re.compile(r"^(Traceback \(most recent call last\)|Fatal Python error)")
 
 
 def traceback_in(lines: deque[str]) -> str:

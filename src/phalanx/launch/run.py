@@ -232,7 +232,6 @@ class _Launcher:
 
     def _tell(self, outcome: Outcome, starved: bool, machine: Machine) -> int:
         """Print what became of the ranks, the cause last, and return the exit code."""
-        self._screen.clear()
         if outcome.left:
             self.say("ended processes that ranks had left behind: " + ", ".join(outcome.left))
         if outcome.interrupted:
@@ -252,20 +251,33 @@ class _Launcher:
                 self._fail(f"the process that keeps the ranks ended by {how}, and they with it")
                 return 1
             return 0
-        for end in outcome.ends:
-            if end.status and end is not first and not end.is_echo and end.rank in outcome.unasked:
-                error = end.record.get("error")
-                self._print(f"rank {end.rank} {_how(end)}" + (f": {error}" if error else ""))
+        self._tell_of_others(outcome, first)
         if first.last_words:
             self._print(f"rank {first.rank}:", "1")
-            self._print(first.last_words, None)
+            self._print(first.last_words)
         cause = f"rank {first.rank} of {self._job.size} {_how(first)}"
         if first.signal == signal.SIGKILL and starved:
             cause += ": it was the kernel's out-of-memory killer" + _memory(machine)
-        others = [end.rank for end in outcome.ends if end is not first]
-        tail = f"; {_ranks(others)} ended with it" if others else ""
-        self._fail(f"{cause}, after {self._age()}{tail}")
+        self._fail(f"{cause}, after {self._age()}")
         return first.code
+
+    def _tell_of_others(self, outcome: Outcome, first: End) -> None:
+        """Print what the other ranks have to add to the failure of the first."""
+        others = [end for end in outcome.ends if end.status and end is not first]
+        failed = [end for end in others if not end.is_echo and end.rank in outcome.unasked]
+        parties: dict[str, list[int]] = {}
+        for end in failed:
+            alike = end.record and end.record.get("error") == first.record.get("error")
+            error = f"as rank {first.rank} did" if alike else end.record.get("error", _how(end))
+            parties.setdefault(error, []).append(end.rank)
+        for error, ranks in parties.items():
+            self._print(f"{_ranks(ranks)} failed too: {error}")
+        if first.signal:  # it could not speak for itself: one that waited for it can
+            for echo in [end for end in others if end.is_echo][:1]:
+                self._print(f"rank {echo.rank}, which waited for it:", "1")
+                self._print(echo.last_words)
+        if ended := [end.rank for end in others if end not in failed]:
+            self._print(f"{_ranks(ended)} had to end with it")
 
     def _overdue(self, pids: list[int]) -> None:
         """Print what the job waits for, as ``phalanx why`` sees it."""
@@ -301,9 +313,9 @@ def _memory(machine: Machine) -> str:
 
 
 def _ranks(ranks: list[int]) -> str:
-    from phalanx.machine import spell_cpus as spell
+    from phalanx import _native
 
-    return f"rank{'s' if len(ranks) > 1 else ''} {spell(ranks)}"
+    return _native.rank_list(sorted(ranks))
 
 
 def _count_of(number: int, noun: str) -> str:

@@ -19,12 +19,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from phalanx.launch.keeper import Order, kill_below
+from phalanx.launch.keeper import STACKS, Order, kill_below
 from phalanx.launch.output import Screen, Speaker, traceback_in
 
 # Once a rank has failed, the others may end by themselves, and say what they saw of it, for so
 # many seconds; then they are asked to (SIGTERM), and some seconds later they are killed.
 ALONE, ASKED = 2.0, 5.0
+# Ranks that have run out of time may take so long to show where they stand.
+SHOWN = 0.5
+# An unfinished line is shown if it stays so that long.
+MOMENT = 0.05
 # After Ctrl-C or SIGTERM, ranks may take so long to put their things in order.
 FAREWELL = 10.0
 
@@ -151,9 +155,9 @@ class Supervisor:
             kill_below(os.getpid())
             self._keeper.wait()
             self._selector.close()
+        self._outcome.ends = [self._end(rank) for rank in sorted(self._ended)]
         for speaker in self._speakers.values():
             speaker.end()
-        self._outcome.ends = [self._end(rank) for rank in sorted(self._ended)]
         return self._outcome
 
     def _start_keeper(self, order: Order) -> None:
@@ -203,8 +207,12 @@ class Supervisor:
             self._tell(self._steps.pop(0)[1])
         times = [time for time, _ in self._steps[:1]]
         times += [] if self._deadline is None else [self._deadline]
-        for key, _ in self._selector.select(min(times) - now if times else None):
+        times += [now + MOMENT] if self._screen.is_due else []
+        ready = self._selector.select(min(times) - now if times else None)
+        for key, _ in ready:
             key.data()
+        if not ready and self._screen.is_due:
+            self._screen.show()
 
     def _read(self, reader: int, take: Callable[[bytes], None]) -> None:
         data = os.read(reader, 1 << 16)
@@ -263,11 +271,14 @@ class Supervisor:
     def _time_out(self) -> None:
         running = [rank for rank in range(self._size) if rank not in self._ended]
         self._outcome.timed_out = running
-        self._overdue([self._pids[rank] for rank in running] if self._pids else [])
-        self._tell(signal.SIGTERM)
-        self._steps = [(time.monotonic() + ASKED, signal.SIGKILL)]
+        self._tell(STACKS)
+        now = time.monotonic()
+        self._steps = [(now + SHOWN, signal.SIGTERM), (now + SHOWN + ASKED, signal.SIGKILL)]
 
     def _tell(self, number: int) -> None:
+        if self._outcome.timed_out and number == signal.SIGTERM:
+            running = [rank for rank in self._outcome.timed_out if rank not in self._ended]
+            self._overdue([self._pids[rank] for rank in running] if self._pids else [])
         self._told = True
         if self._connection is not None:
             with contextlib.suppress(OSError):  # then it is found to have ended
@@ -276,5 +287,8 @@ class Supervisor:
     def _end(self, rank: int) -> End:
         status, when = self._ended[rank]
         record = json.loads(self._records[rank] or b"{}")
-        words = record.get("traceback") or traceback_in(self._speakers[rank, "stderr"].last)
+        errors = self._speakers[rank, "stderr"]
+        words = record.get("traceback") or traceback_in(errors.last)
+        if record:  # what Python would have written there
+            errors.note(words.encode())
         return End(rank, status, record.get("when", when), record, words.rstrip())

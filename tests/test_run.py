@@ -1,0 +1,403 @@
+"""``phalanx run``, as a user calls it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+Written = Callable[[str], Path]
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Written:
+    def write(source: str) -> Path:
+        path = tmp_path / "program.py"
+        path.write_text(source)
+        return path
+
+    return write
+
+
+def command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "phalanx", "run", *map(str, arguments)]
+
+
+def run(*arguments: object, **kwargs: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), capture_output=True, text=True, timeout=100, **kwargs
+    )  # type: ignore[call-overload]
+
+
+def _default_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGQUIT):  # ignored below some shells
+        signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def started(*arguments: object, **kwargs: object) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=_default_signals,
+        **kwargs,
+    )  # type: ignore[call-overload]
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "it did not happen"
+        time.sleep(0.01)
+
+
+# Each rank starts a process that would outlive it, says their ids, and waits.
+WAITS = """
+import os, subprocess, sys, time
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print("pids", os.getpid(), child.pid, flush=True)
+try:
+    time.sleep(1000)
+finally:
+    print("put in order", flush=True)
+    child.kill()
+"""
+
+
+def pids_of(process: subprocess.Popen[str], size: int) -> list[int]:
+    assert process.stdout is not None
+    lines = [process.stdout.readline() for _ in range(size)]
+    return [int(pid) for line in lines for pid in re.findall(r"\d+", line.split("pids")[1])]
+
+
+def test_labels_output_and_tells_ranks_who_they_are(program: Written) -> None:
+    path = program(
+        "import os, sys, json\n"
+        "print(json.dumps([sys.argv, __name__, dict(os.environ)]))\n"
+        "print('to stderr', file=sys.stderr)\n"
+    )
+    done = run("-n", 3, path, "--flag", "word")
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout + done.stderr
+    told = {}
+    for line in done.stdout.splitlines():
+        label, _, text = line.partition("] ")
+        arguments, name, environment = json.loads(text)
+        assert arguments == [str(path), "--flag", "word"]
+        assert name == "__main__"
+        assert label == f"[rank {environment['RANK']}"
+        told[int(environment["RANK"])] = environment
+    assert sorted(told) == [0, 1, 2]
+    for rank, environment in told.items():
+        assert environment["LOCAL_RANK"] == environment["ROLE_RANK"] == str(rank)
+        assert environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"] == "3"
+        assert environment["GROUP_RANK"] == environment["TORCHELASTIC_RESTART_COUNT"] == "0"
+    shared = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PHALANX_SECRET")
+    assert len({tuple(environment[name] for name in shared) for environment in told.values()}) == 1
+    for rank in range(3):
+        assert f"[rank {rank}] to stderr" in done.stderr
+    assert "OMP_NUM_THREADS=" in done.stderr
+
+
+def test_collectives_of_phalanx_and_of_torch_in_one_program(program: Written) -> None:
+    path = program(
+        "import torch, phalanx, torch.distributed as theirs\n"
+        "phalanx.init_process_group()\n"
+        "theirs.init_process_group('gloo')\n"
+        "x, y = torch.ones(1), torch.ones(1)\n"
+        "phalanx.all_reduce(x); theirs.all_reduce(y)\n"
+        "print('sums', x.item(), y.item())\n"
+        "theirs.destroy_process_group(); phalanx.destroy_process_group()\n"
+    )
+    done = run("-n", 2, path)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[rank {rank}] sums 2.0 2.0" for rank in range(2)]
+
+
+def test_modules_and_executables(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "tool.py").write_text("import sys; print(__spec__.name, __name__, sys.argv[1:])")
+    done = run("-n", 2, "--no-preload", "-m", "package.tool", "-x", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "[rank 1] package.tool __main__ ['-x']" in done.stdout
+    done = run("-n", 2, "--", "sh", "-c", "echo I am $RANK; exit $((RANK * 7))")
+    assert done.returncode == 7
+    assert "[rank 0] I am 0" in done.stdout
+    assert "rank 1 of 2 exited with code 7" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "facts"),
+    [
+        (["-n", 2, "missing.py"], 1, ["missing.py"]),
+        (["-n", 2, "no-such-command"], 1, ["no-such-command"]),
+        (["-n", "two", "x.py"], 2, ["auto", "two"]),
+        (["--timeout", "soon", "x.py"], 2, ["soon", "15m"]),
+        (["--nnodes", "2", "x.py"], 2, ["this machine"]),
+        (["--replace", "nccl", "x.py"], 2, ["gloo"]),
+    ],
+)
+def test_wrong_usage(arguments: list[object], code: int, facts: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == code
+    assert "Traceback" not in done.stderr
+    for fact in facts:
+        assert fact in done.stderr
+
+
+def test_the_first_failure_is_told_last(program: Written) -> None:
+    path = program(
+        "import phalanx, sys\n"
+        "phalanx.init_process_group()\n"
+        "phalanx.barrier()\n"
+        "if phalanx.get_rank() == 1:\n"
+        "    raise ValueError('of no value')\n"
+        "phalanx.barrier()\n"
+    )
+    done = run("-n", 3, path)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    told = done.stderr[done.stderr.index("Traceback") :].splitlines()
+    assert told[1].strip() == f'File "{path}", line 5, in <module>'
+    assert told[-2] == "ValueError: of no value"
+    assert "rank 1 of 3" in told[-1]
+    assert "code 1" in told[-1]
+    assert "ranks 0, 2" in done.stderr
+
+
+def test_a_killed_rank_is_the_cause_and_others_say_what_they_saw(program: Written) -> None:
+    path = program(
+        "import os, phalanx, signal\n"
+        "phalanx.init_process_group()\n"
+        "if phalanx.get_rank() == 1:\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "phalanx.barrier()\n"
+    )
+    done = run("-n", 2, path)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "rank 1 of 2 was killed by SIGKILL" in done.stderr.splitlines()[-1]
+    assert "PeerFailed" in done.stderr
+    assert f"{path.name}:5" in done.stderr
+
+
+def test_crashes_and_exit_codes(program: Written) -> None:
+    path = program(
+        "import ctypes, os, sys, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    ctypes.string_at(0) if 'crash' in sys.argv else sys.exit(5)\n"
+        "time.sleep(1000)\n"
+    )
+    done = run("-n", 2, path, "crash")
+    assert done.returncode == 128 + signal.SIGSEGV
+    told = done.stderr[done.stderr.rindex("Fatal Python error") :]
+    assert f'"{path}", line 3' in told
+    assert "keeper" not in told
+    assert "SIGSEGV" in told.splitlines()[-1]
+    done = run("-n", 2, path)
+    assert done.returncode == 5
+    assert "rank 1 of 2 exited with code 5" in done.stderr.splitlines()[-1]
+
+
+def test_other_ranks_that_fail_alike_are_folded(program: Written) -> None:
+    done = run("-n", 3, program("def f(:\n"))
+    assert done.returncode == 1
+    assert done.stderr.count("def f(:") == 1
+    assert re.search(r"ranks \d(, |-)\d failed too", done.stderr)
+
+
+def test_a_hook_for_exceptions_is_called(program: Written) -> None:
+    path = program(
+        "import sys\n"
+        "sys.excepthook = lambda kind, error, trace: print('hook:', error, trace.tb_lineno)\n"
+        "1 / 0\n"
+    )
+    done = run(path)
+    assert done.stdout == "[rank 0] hook: division by zero 3\n"
+    assert "ZeroDivisionError" in done.stderr
+
+
+def test_interrupted_once_ranks_put_their_things_in_order(program: Written) -> None:
+    with started("-n", 2, program(WAITS)) as process:
+        pids = pids_of(process, 2)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGINT
+        assert output.count("put in order") == 2
+        assert "Traceback" not in errors
+        assert not any(map(alive, pids))
+
+
+def test_interrupted_twice_ranks_are_killed_at_once(program: Written) -> None:
+    stubborn = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + WAITS
+    with started("-n", 2, program(stubborn)) as process:
+        pids = pids_of(process, 2)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        while "SIGINT" not in process.stderr.readline():
+            pass
+        assert all(map(alive, pids))
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGINT
+        assert "put in order" not in output
+        assert not any(map(alive, pids))
+
+
+def test_a_terminal_interrupts_ranks_once(program: Written) -> None:
+    """The terminal sends Ctrl-C to ranks as well: the launcher must not add another."""
+    source = """
+import signal, time
+def handle(*_):
+    global count
+    count += 1
+count = 0
+signal.signal(signal.SIGINT, handle)
+print("ready", flush=True)
+while not count:
+    time.sleep(0.01)
+time.sleep(0.5)
+print("interrupted", count, "times", flush=True)
+"""
+    child, terminal = pty.fork()
+    if child == 0:
+        _default_signals()
+        os.execv(sys.executable, command("-n", 2, program(source)))
+    seen = b""
+    with suppress(OSError):  # the other side is closed
+        while data := os.read(terminal, 1 << 16):
+            before, seen = seen.count(b"ready\r\n"), seen + data
+            if before < 2 == seen.count(b"ready\r\n"):
+                os.write(terminal, b"\x03")
+    os.close(terminal)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGINT
+    assert seen.count(b"interrupted 1 times") == 2
+    assert b"\x1b[" in seen  # colours
+
+
+@pytest.mark.parametrize("victim", ["launcher", "keeper"])
+def test_nothing_is_left_when_a_launcher_is_killed(program: Written, victim: str) -> None:
+    with started("-n", 2, program(WAITS)) as process:
+        pids = pids_of(process, 2)
+        listed = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        (keeper,) = map(int, listed)
+        os.kill(process.pid if victim == "launcher" else keeper, signal.SIGKILL)
+        process.wait(60)
+        wait_until(lambda: not any(map(alive, [*pids, keeper])))
+        if victim == "keeper":
+            assert process.returncode == 1
+            assert process.stderr is not None
+            assert "SIGKILL" in process.stderr.read()
+
+
+def test_restarts(program: Written, tmp_path: Path) -> None:
+    path = program(
+        "import os, sys\n"
+        "attempt, rank = int(os.environ['TORCHELASTIC_RESTART_COUNT']), os.environ['RANK']\n"
+        "import phalanx; phalanx.init_process_group(); phalanx.barrier()\n"
+        "print('attempt', attempt, 'of', os.environ['TORCHELASTIC_MAX_RESTARTS'])\n"
+        "assert attempt == 1 or rank == '0'\n"
+    )
+    done = run("-n", 2, "--max-restarts", 3, "--log-dir", tmp_path / "logs", path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("attempt 0 of 3") == done.stdout.count("attempt 1 of 3") == 2
+    assert "AssertionError" in done.stderr
+    (job,) = (tmp_path / "logs").iterdir()
+    for attempt in range(2):
+        for rank in range(2):
+            log = job / f"attempt_{attempt}" / str(rank) / "stdout.log"
+            assert log.read_text() == f"attempt {attempt} of 3\n"
+    assert "AssertionError" in (job / "attempt_0" / "1" / "stderr.log").read_text()
+    done = run("-n", 2, "--max-restarts", 1, "--", "false")
+    assert done.returncode == 1
+    assert done.stderr.count("of 2 exited with code 1") == 2
+
+
+def test_timeout_says_where_ranks_stand(program: Written) -> None:
+    path = program(
+        "import phalanx, time\n"
+        "phalanx.init_process_group()\n"
+        "if phalanx.get_rank() == 1:\n"
+        "    time.sleep(1000)\n"
+        "phalanx.barrier()\n"
+    )
+    done = run("-n", 2, "--timeout", "10s", path)
+    assert done.returncode == 124
+    assert f'[rank 1]   File "{path}", line 4' in done.stderr
+    assert f"{path.name}:5" in done.stderr  # where rank 0 waits
+    assert "ranks 0, 1 did not end within 10 s" in done.stderr.splitlines()[-1]
+
+
+def test_processes_left_behind_are_ended_and_named() -> None:
+    done = run("-n", 1, "--", "sh", "-c", "sleep 1000 & echo $!")
+    assert done.returncode == 0
+    assert not alive(int(done.stdout.split()[-1]))
+    assert "sleep 1000" in done.stderr
+
+
+def test_progress_bars_in_a_pipe_show_what_became_of_them() -> None:
+    done = run("--quiet", "--", "sh", "-c", r"printf ' 1%%\r 50%%\r100%%\nrest'")
+    assert done.stdout == "[rank 0] 100%\n[rank 0] rest\n"
+    assert done.stderr == ""
+
+
+def test_jobs_side_by_side_get_ports_of_their_own() -> None:
+    jobs = [
+        subprocess.Popen(
+            command("-q", "-n", 2, "--", "sh", "-c", "echo $MASTER_PORT; sleep 0.5"),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(12)
+    ]
+    ports = [{line.split()[-1] for line in job.communicate()[0].splitlines()} for job in jobs]
+    assert all(len(port) == 1 for port in ports)
+    assert len(set.union(*ports)) == len(jobs)
+    assert [job.returncode for job in jobs] == [0] * len(jobs)
+
+
+def test_only_rank_0_reads_the_input(program: Written) -> None:
+    path = program("import sys; print('read', repr(sys.stdin.read()))")
+    done = run("-n", 2, path, input="words")
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] read 'words'", "[rank 1] read ''"]
+
+
+def test_ranks_are_not_alike_by_being_forked(program: Written) -> None:
+    path = program("import torch, numpy, random\nprint(numpy.random.rand(), random.random())")
+    done = run("-n", 2, "-q", path)
+    assert len({line.partition("] ")[2] for line in done.stdout.splitlines()}) == 2
+
+
+def test_the_launcher_does_without_torch(program: Written) -> None:
+    code = "import sys; from phalanx.cli import main; main(sys.argv[1:]); print(*sys.modules)"
+    words = [sys.executable, "-c", code, "run", str(program("import torch"))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert "phalanx.launch.run" in done.stdout.split()
+    assert "torch" not in done.stdout.split()
