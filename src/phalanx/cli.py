@@ -6,8 +6,9 @@ import importlib
 import os
 import sys
 from argparse import ArgumentParser
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from phalanx import completion
 from phalanx.commands import COMMANDS, CommandError, describe
 from phalanx.extras import MissingExtra
 
@@ -15,7 +16,10 @@ from phalanx.extras import MissingExtra
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 not possible, 2 wrong usage."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    given = _parser(words).parse_args(words)
+    if completion.is_asked():
+        completion.answer(_parser(words, COMMANDS))
+    asked = [word for word in words if not word.startswith("-")][:1]
+    given = _parser(words, asked).parse_args(words)
     try:
         return int(given.run(given))
     except (CommandError, MissingExtra) as error:
@@ -29,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser(words: Sequence[str]) -> ArgumentParser:
-    """Build the parser, with the arguments of the one command that is asked for."""
+def _parser(words: Sequence[str], asked: Collection[str]) -> ArgumentParser:
+    """Build the parser, with the arguments of those commands that are asked for."""
     parser = ArgumentParser(
         "phalanx", description="Run, watch and measure distributed jobs on this machine."
     )
@@ -39,10 +43,9 @@ def _parser(words: Sequence[str]) -> ArgumentParser:
     else:
         parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    asked = next((word for word in words if not word.startswith("-")), None)
     for name, command in COMMANDS.items():
         subparser = commands.add_parser(name, help=command.about)
-        if name == asked:
+        if name in asked:
             describe(subparser, importlib.import_module(command.module))
     return parser
 
