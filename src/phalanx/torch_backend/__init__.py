@@ -7,8 +7,8 @@ After an installation torch knows it without an import. Where it does not look f
 is what it gets for operations in flight, with ``futures`` and ``limits`` to their time. ``store``
 is how a store of torch serves Phalanx, ``worlds`` which of torch's groups share a Phalanx world,
 ``engines`` who serves other devices, ``lifted`` what torch keeps for its own backends unless told
-better, ``handlers`` what its debug server can ask, and ``untraced`` how torch.compile leaves it
-all alone.
+better, ``replacing`` how groups of Gloo become Phalanx's, ``handlers`` what torch's debug server
+can ask, and ``untraced`` how torch.compile leaves it all alone.
 """
 
 from phalanx_autoload import register

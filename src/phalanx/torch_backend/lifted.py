@@ -16,19 +16,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from phalanx import subgroups
 from phalanx.torch_backend.theirs import dist, state
-from phalanx_autoload import NAME
+from phalanx_autoload import LIFTED
 
 
 @functools.cache
-def lift() -> None:
-    """Put our functions in the place of torch's."""
-    for ours in (monitored_barrier, split_group, shrink_group, _set_pg_timeout):
-        name = ours.__name__
-        lifted = _passing_on(ours, getattr(state, name))
+def lift() -> dict[str, Callable[..., Any]]:
+    """Put our functions in the place of torch's, and return them by name."""
+    functions = {}
+    for name in LIFTED:
+        theirs = getattr(state, name)
+        # What calls `replacing` stands for torch's own function.
+        lifted = _passing_on(globals()[name], getattr(theirs, "theirs", theirs))
         for module in (dist, state):
             if hasattr(module, name):
                 setattr(module, name, lifted)
+        functions[name] = lifted
     _lift_builtin_hooks()
+    return functions
 
 
 def _passing_on(ours: Callable[..., Any], theirs: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +104,7 @@ def split_group(
         return None
     name, part = mine
     group = parent.splitGroup(part, timeout, None, name, group_desc)
-    _register(group, [parent.inner.ranks[rank] for rank in part])
+    _register(group, [parent.inner.ranks[rank] for rank in part], *_names(parent))
     return group
 
 
@@ -120,23 +124,30 @@ def shrink_group(
     options.group_id = f"{group.group_name}:shrunk"
     # The ranks of a default group are counted from 0 again.
     options.global_ranks_in_group = [] if is_default else ranks
+    names = _names(group)
     dist.destroy_process_group(None if is_default else group)
     shrunk = create(options)
+    shrunk.known_as = group.known_as
     shrunk.setGroupDesc("default:shrunken" if is_default else f"{group.group_name}:shrunk")
     if is_default:
         state._update_default_pg(shrunk)
         ranks = list(range(len(kept)))
-    _register(shrunk, ranks)
+    _register(shrunk, ranks, *names)
     return shrunk
 
 
-def _register(group: Any, ranks: list[int]) -> None:
+def _names(group: Any) -> tuple[str, str]:
+    """Return under which backend torch knows a group, and under which for each device."""
+    return state._world.pg_map[group][0], state._world.pg_backend_config[group]
+
+
+def _register(group: Any, ranks: list[int], backend: str, config: str) -> None:
     """Have torch know a group, as it knows those that it has made itself."""
     state._register_pg_in_world(
         group,
-        NAME,
+        backend,
         group.get_group_store(),
         group.group_name,
-        f"cpu:{NAME}",
+        config,
         rank_mapping={rank: index for index, rank in enumerate(ranks)},
     )

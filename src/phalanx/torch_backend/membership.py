@@ -46,6 +46,7 @@ class Membership(theirs.ProcessGroup):  # type: ignore[misc]
         self._store = store
         self._name = name
         self._description = "undefined"
+        self.known_as = NAME  # the backend that torch takes it for: see `replacing`
         self._completer = Completer()
         self._engines = Engines(self, store)
         self._coalesced: list[Work] | None = None
@@ -63,7 +64,10 @@ class Membership(theirs.ProcessGroup):  # type: ignore[misc]
     def name(self) -> str:
         return NAME
 
-    getBackendName = _get_backend_name = name
+    getBackendName = name
+
+    def _get_backend_name(self) -> str:
+        return self.known_as
 
     def getGroupName(self) -> str:
         return self._name
@@ -148,6 +152,7 @@ class Membership(theirs.ProcessGroup):  # type: ignore[misc]
         inner = worlds.add(self._world, name, members, limit, purpose)
         part = type(self)(self._world, inner, dist.PrefixStore(f"{name}/", self._store), name)
         part.setGroupDesc(purpose)
+        part.known_as = self.known_as
         return part
 
     split_group = splitGroup
