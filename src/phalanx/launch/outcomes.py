@@ -121,7 +121,10 @@ def _first(failures: list[Failure], size: int) -> BaseException:
         lines += [f"seen by {_ranks(each)}: {each[0].error}" for each in heard]
     if first.traceback:
         said = "".join(traceback.format_exception_only(first.error))
-        lines.append(f"on rank {first.rank}:\n{first.traceback.removesuffix(said).rstrip()}")
+        # In a new process the main module has another name.
+        where = first.traceback.removesuffix(f"__mp_main__.{said}").removesuffix(said)
+        if "\n" in where.strip():  # more than a headline
+            lines.append(f"on rank {first.rank}:\n{where.rstrip()}")
     if lines:
         _label(first.error, "\n".join(lines))
     return first.error

@@ -12,16 +12,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from phalanx import bystanders, logs, world
 from phalanx.errors import DistError
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle, story
+from phalanx.launch.parcels import main_as_it_is, pack
 from phalanx.stores import FileStore
 
 T = TypeVar("T")
@@ -32,15 +38,21 @@ _log = logs.area("launch")
 _DUMP_STACKS = signal.SIGUSR2
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
     """All that a rank's process needs to know."""
 
     size: int
-    task: bytes
+    task: bytes  # a function, its arguments and its keyword arguments, packed
+    environment: dict[str, str]
+    group: Group | None  # if there is none, the function is told its rank and makes its own
+    directory: str
+
+
+class Group(NamedTuple):
+    """How the default group is initialised."""
+
     backend: str
     timeout: float | timedelta | None
-    directory: str
-    environment: dict[str, str]
 
 
 def run_processes(
@@ -57,8 +69,9 @@ def run_processes(
 
     In every process the default group is initialised before `fn` and destroyed after it, and RANK,
     WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are set. `fn`, its arguments and its results are
-    pickled (tensors by value), so `fn` must be importable: defined at the top level of a module.
-    A script must start its ranks under `if __name__ == "__main__":`.
+    pickled (tensors by value), so `fn` must be importable, defined at the top level of a module,
+    unless cloudpickle is installed. A script must start its ranks under
+    `if __name__ == "__main__":`.
 
     `timeout` is the default group's; `deadline` is how many seconds the whole run may take. The
     first real failure is raised as on its rank, labelled with it; the death of a process is one
@@ -67,35 +80,142 @@ def run_processes(
     """
     if size < 1:
         raise ValueError(f"run_processes needs a size of at least 1, got {size}")
+    task = pack_task(fn, args, kwargs)
+    with Processes(size, task, dict(os.environ), group=Group(backend, timeout)) as ranks:
+        ranks.wait(deadline, return_exceptions)
+        ranks.give_up(deadline or 0, return_exceptions)
+    return settle(ranks.results, ranks.failures, return_exceptions)
+
+
+def pack_task(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+) -> bytes:
+    """Pack a function and its arguments for other processes."""
     try:
-        task = pickle.dumps((fn, args, kwargs))
-    except Exception as error:
+        return pack((fn, args, kwargs or {}))
+    except TypeError as error:
         raise TypeError(
             f"cannot send {fn!r} and its arguments to other processes: {error}; "
             "define the function at the top level of a module, or use thread ranks"
-        ) from error
-    with tempfile.TemporaryDirectory(prefix="phalanx-") as directory:
-        job = _Job(size, task, backend, timeout, directory, dict(os.environ))
-        results, failures = _run(job, deadline, return_exceptions)
-    return settle(results, failures, return_exceptions)
+        ) from None
+
+
+class Processes:
+    """The processes of one job, seen from their launcher.
+
+    As a context manager it leaves nothing behind: no process, no file.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        task: bytes,
+        environment: dict[str, str],
+        *,
+        group: Group | None = None,
+        start_method: str = "forkserver",
+        daemon: bool | None = None,
+    ) -> None:
+        self.results: list[Any] = [None] * size
+        self.failures: list[Failure] = []
+        self.ranks: list[_Rank] = []
+        self.running: set[_Rank] = set()
+        self._ending = float("inf")  # when the others have had their time after a failure
+        directory = tempfile.mkdtemp(prefix="phalanx-")
+        # At exit multiprocessing waits for ranks that nobody has waited for: they must not wait in
+        # turn for somebody to take their results. What they need goes after that.
+        self._stop_listening = Finalize(self, _close, (self.ranks,), exitpriority=10)
+        self._tidy = Finalize(None, shutil.rmtree, (directory, True), exitpriority=-10)
+        job = Job(size, task, environment, group, directory)
+        context = multiprocessing.get_context(start_method)
+        if isinstance(context, ForkServerContext):
+            # Forking a server that has imported torch but never used it is both fast and safe.
+            context.set_forkserver_preload(["torch", __name__])
+        try:
+            with main_as_it_is():
+                for rank in range(size):
+                    self.ranks.append(_Rank(rank, job, context, daemon))
+                    self.running.add(self.ranks[-1])
+        except BaseException:
+            self.end()
+            raise
+
+    def __enter__(self) -> Processes:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def wait(self, timeout: float | None, patient: bool = False) -> bool:
+        """Gather outcomes until all ranks have ended, or for `timeout` seconds.
+
+        Return whether it is over: after a failure the others get a while to end by themselves,
+        unless this is `patient`, and if they do not it is over with them still running.
+        """
+        limit = float("inf") if timeout is None else time.monotonic() + timeout
+        while self.running:
+            left = min(limit, self._ending) - time.monotonic()
+            events = {rank.outcome: rank for rank in self.running}
+            events |= {rank.process.sentinel: rank for rank in self.running}
+            ready = wait(events, None if left == float("inf") else max(left, 0))
+            if not ready:
+                return time.monotonic() >= self._ending
+            for rank in {events[event] for event in ready}:
+                self._receive(rank, patient)
+        return True
+
+    def _receive(self, rank: _Rank, patient: bool) -> None:
+        outcome = rank.receive()
+        self.running.remove(rank)
+        if not isinstance(outcome, Failure):
+            self.results[rank.rank] = outcome
+            return
+        _log.info("rank %d failed: %s", rank.rank, outcome)
+        self.failures.append(outcome)
+        if not patient:
+            self._ending = min(self._ending, outcome.when + GRACE)
+
+    def give_up(self, after: float, patient: bool = False) -> None:
+        """Count ranks that still run after so many seconds as failed, if nobody else has."""
+        if self.running and (patient or not self.failures):
+            stacks = {rank.rank: rank.where() for rank in self.running}
+            self.failures += overdue(stacks, len(self.ranks), after)
+
+    def end(self) -> None:
+        """End what still runs, and leave nothing behind. Can be called again."""
+        grace = 0.0 if self.running else GRACE
+        if not self.failures:
+            self.failures += (
+                Failure(rank.rank, DistError(f"rank {rank.rank} was ended"), from_outside=True)
+                for rank in self.running
+            )
+        self.running.clear()
+        for rank in self.ranks:
+            rank.end(grace)
+        self._stop_listening()
+        self._tidy()
+
+
+def _close(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        rank.outcome.close()
 
 
 class _Rank:
     """One rank's process, seen from its launcher."""
 
-    def __init__(self, rank: int, job: _Job) -> None:
-        context = multiprocessing.get_context("forkserver")
-        # Forking a server that has imported torch but never used it is both fast and safe.
-        context.set_forkserver_preload(["torch", "phalanx"])
+    def __init__(self, rank: int, job: Job, context: Any, daemon: bool | None) -> None:
         self.rank = rank
         self.stacks = Path(job.directory, f"stacks{rank}")
         self.outcome, sender = context.Pipe(duplex=False)
-        self.process: ForkServerProcess = context.Process(
-            target=_main, args=(rank, job, sender), name=f"rank{rank}"
+        self.process: BaseProcess = context.Process(
+            target=_main, args=(rank, job, sender), name=f"rank{rank}", daemon=daemon
         )
         self.process.start()
         sender.close()
-        _log.info("started rank %d of %d as pid %d", rank, job.size, self.process.pid or 0)
+        self.pid = self.process.pid or 0
+        self._ended = False
+        _log.info("started rank %d of %d as pid %d", rank, job.size, self.pid)
 
     def receive(self) -> Any:
         """Return the result of the rank or its Failure, once there is one or the process ended."""
@@ -114,7 +234,7 @@ class _Rank:
 
     def where(self) -> str:
         """Return the stacks of the threads of the process."""
-        os.kill(self.process.pid or 0, _DUMP_STACKS)
+        os.kill(self.pid, _DUMP_STACKS)
         text, limit = "", time.monotonic() + 1
         # It is all there when it stops growing.
         while time.monotonic() < limit and (not text or text != self.stacks.read_text()):
@@ -123,86 +243,73 @@ class _Rank:
         return text or "  (it did not answer)"
 
     def end(self, grace: float) -> None:
-        """Wait a while for the process to end by itself, then kill it."""
+        """Wait a while for the process to end by itself, then kill it. Can be called again."""
+        if self._ended:
+            return
+        self._ended = True
         self.process.join(grace)
         self.process.kill()
         self.process.join()
         self.process.close()
-        self.outcome.close()
 
 
-def _run(job: _Job, deadline: float | None, patient: bool) -> tuple[list[Any], list[Failure]]:
-    """Start the ranks and gather their outcomes; if `patient`, even after a failure."""
-    results: list[Any] = [None] * job.size
-    failures: list[Failure] = []
-    limit = float("inf") if deadline is None else time.monotonic() + deadline
-    ranks: list[_Rank] = []
-    grace = 0.0
-    try:
-        ranks += (_Rank(rank, job) for rank in range(job.size))
-        running = set(ranks)
-        while running:
-            left = limit - time.monotonic()
-            events = [r.outcome for r in running] + [r.process.sentinel for r in running]
-            ready = wait(events, None if left == float("inf") else max(left, 0))
-            if not ready:
-                break
-            for rank in [r for r in running if r.outcome in ready or r.process.sentinel in ready]:
-                outcome = rank.receive()
-                running.remove(rank)
-                if not isinstance(outcome, Failure):
-                    results[rank.rank] = outcome
-                    continue
-                _log.info("rank %d failed: %s", rank.rank, outcome)
-                failures.append(outcome)
-                if not patient:
-                    limit = min(limit, outcome.when + GRACE)
-        if running and (patient or not failures):
-            stacks = {rank.rank: rank.where() for rank in running}
-            failures += overdue(stacks, job.size, deadline or 0)
-        grace = 0.0 if running else GRACE
-    finally:
-        for rank in ranks:
-            rank.end(grace)
-    return results, failures
-
-
-def _main(rank: int, job: _Job, sender: Connection) -> None:
+def _main(rank: int, job: Job, sender: Connection) -> None:
     """Be one rank: the whole life of its process."""
     watch = threading.Thread(target=_end_with_launcher, args=(job.directory,), daemon=True)
     bystanders.mark(watch).start()
     os.environ.clear()
     os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(WORLD_SIZE=str(job.size), LOCAL_WORLD_SIZE=str(job.size))
+    num_threads = job.environment.get("OMP_NUM_THREADS", "")
+    if num_threads.isdecimal():  # torch has read it before, in the process this was forked from
+        torch.set_num_threads(int(num_threads))
     with open(Path(job.directory, f"stacks{rank}"), "w") as stacks:
         faulthandler.register(_DUMP_STACKS, file=stacks, all_threads=True)
         outcome = _outcome(rank, job)
         faulthandler.unregister(_DUMP_STACKS)
-    sender.send_bytes(outcome)
+    with suppress(BrokenPipeError):  # nobody waits for it
+        sender.send_bytes(outcome)
     sender.close()
 
 
-def _outcome(rank: int, job: _Job) -> bytes:
+def _outcome(rank: int, job: Job) -> bytes:
     try:
         fn, args, kwargs = pickle.loads(job.task)
-        store = FileStore(str(Path(job.directory, "store")), job.size)
-        world.init_process_group(
-            job.backend, store=store, rank=rank, world_size=job.size, timeout=job.timeout
-        )
+        if job.group is None:
+            args = (rank, *args)
+        else:
+            _init(rank, job, job.group)
         result = fn(*args, **kwargs)
         if world.is_initialized():
             world.destroy_process_group()
-        return pickle.dumps(result)
+        return _packed_result(result)
     except BaseException as error:
         failure = Failure(rank, as_error(error), story(error))
         world.current_slot().fail(reason(failure))
-        return _pickled(failure)
+        return _packed(failure)
 
 
-def _pickled(failure: Failure) -> bytes:
-    """Pickle a failure; an error that cannot be moved between processes travels as text."""
+def _init(rank: int, job: Job, group: Group) -> None:
+    store = FileStore(str(Path(job.directory, "store")), job.size)
+    world.init_process_group(
+        group.backend, store=store, rank=rank, world_size=job.size, timeout=group.timeout
+    )
+
+
+def _packed_result(result: object) -> bytes:
     try:
-        data = pickle.dumps(failure)
+        return pack(result)
+    except TypeError as error:
+        raise TypeError(
+            f"cannot send the result, of type {type(result).__name__}, to the launcher: {error}; "
+            "return tensors, numbers, and what else can be pickled"
+        ) from None
+
+
+def _packed(failure: Failure) -> bytes:
+    """Pack a failure; an error that cannot be moved between processes travels as text."""
+    try:
+        data = pack(failure)
         pickle.loads(data)
     except Exception:
         return pickle.dumps(replace(failure, error=DistError(str(failure))))

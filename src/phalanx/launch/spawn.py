@@ -1,0 +1,167 @@
+"""Start ranks as processes from a program or a notebook, as torch.multiprocessing.spawn does."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
+from typing import Any, Literal, TypeVar, overload
+
+from phalanx.launch.outcomes import settle
+from phalanx.launch.processes import Processes, pack_task
+from phalanx.stores.tcp import SECRET_VARIABLE
+
+T = TypeVar("T")
+
+_HOST = "127.0.0.1"
+
+
+@overload
+def spawn(
+    fn: Callable[..., T],
+    args: tuple[Any, ...] = ...,
+    nprocs: int = ...,
+    join: Literal[True] = ...,
+    daemon: bool = ...,
+    start_method: str = ...,
+) -> list[T]: ...
+
+
+@overload
+def spawn(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = ...,
+    nprocs: int = ...,
+    *,
+    join: Literal[False],
+    daemon: bool = ...,
+    start_method: str = ...,
+) -> SpawnContext: ...
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    nprocs: int = 1,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "forkserver",
+) -> list[Any] | SpawnContext:
+    """Run `fn(rank, *args)` in `nprocs` new processes and return what each returned, by rank.
+
+    The variables of torchrun are set in each, so that `init_process_group()` needs no arguments,
+    here and in torch.distributed. `fn`, its arguments and its results are pickled, tensors by
+    value; functions of a notebook cell and lambdas need cloudpickle
+    (``pip install "phalanx[notebook]"``). A script must call this under
+    `if __name__ == "__main__":`. Unless OMP_NUM_THREADS is set the ranks share the cores evenly.
+
+    The first real failure is raised as in its process, labelled with its rank, and ends the others.
+    No process outlives this one. With `join=False` the SpawnContext of the running processes is
+    returned instead of their results.
+
+    `daemon` processes are ended with the program if nobody has joined them, and cannot have
+    children. `start_method` is "forkserver", "spawn" or "fork", as in multiprocessing.
+    """
+    if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
+        raise ValueError(f"spawn needs nprocs to be a number of at least 1, got {nprocs!r}")
+    if not isinstance(args, tuple):
+        raise TypeError(
+            f"spawn needs args to be a tuple, got {type(args).__name__}: "
+            "fn is called as fn(rank, *args); one argument is written (x,)"
+        )
+    known = multiprocessing.get_all_start_methods()
+    if start_method not in known:
+        raise ValueError(f"unknown start method {start_method!r} (known: {', '.join(known)})")
+    task = pack_task(fn, args)
+    context = SpawnContext(task, nprocs, daemon, start_method)
+    if not join:
+        return context
+    try:
+        context.join()
+    except BaseException:  # an interrupt, say
+        context.end()
+        raise
+    return context.results
+
+
+class SpawnContext:
+    """Processes that `spawn(join=False)` has started."""
+
+    def __init__(self, task: bytes, size: int, daemon: bool, start_method: str) -> None:
+        port = _hold_port()
+        self._release = Finalize(self, port.close, exitpriority=10)
+        environment = _environment(size, port.getsockname()[1])
+        self._ranks = Processes(size, task, environment, start_method=start_method, daemon=daemon)
+        self._results: list[Any] | None = None
+        self._error: BaseException | None = None
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until all ranks have returned, or for `timeout` seconds; return whether they have.
+
+        The first real failure is raised, as `spawn` does; by then no process is left.
+        """
+        if not self._ranks.wait(timeout):
+            return False
+        self.end()
+        _ = self.results
+        return True
+
+    def end(self) -> None:
+        """Kill the ranks that still run."""
+        self._ranks.end()
+        self._release()
+        if self._results is None and self._error is None:
+            try:
+                self._results = settle(self._ranks.results, self._ranks.failures, False)
+            except BaseException as error:
+                self._error = error
+
+    def pids(self) -> list[int]:
+        """Return the process ids by rank."""
+        return [rank.pid for rank in self._ranks.ranks]
+
+    @property
+    def processes(self) -> list[BaseProcess]:
+        """The processes by rank; those of a context that was joined are closed."""
+        return [rank.process for rank in self._ranks.ranks]
+
+    @property
+    def results(self) -> list[Any]:
+        """What the ranks returned; there once `join` has returned True."""
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        if self._results is None:
+            raise RuntimeError("the ranks have not returned yet: call join() first")
+        return self._results
+
+
+def _hold_port() -> socket.socket:
+    """Return a socket that keeps a port from others, while rank 0 can listen there.
+
+    As long as it does not listen itself, the system gives the port to those alone who ask for it by
+    its number and, as servers do, for SO_REUSEADDR.
+    """
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    held.bind((_HOST, 0))
+    return held
+
+
+def _environment(size: int, port: int) -> dict[str, str]:
+    """Return what the processes are told, beside their own ranks."""
+    # If this is itself a rank that torchrun started, its job is not theirs.
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")
+    }
+    cores = len(os.sched_getaffinity(0))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
+    return environment | {
+        "MASTER_ADDR": _HOST,
+        "MASTER_PORT": str(port),
+        "GROUP_RANK": "0",
+        SECRET_VARIABLE: secrets.token_hex(32),
+    }

@@ -1,0 +1,319 @@
+"""`spawn`: results, errors, what a function finds in its process, and what is left of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed
+
+import phalanx as dist
+from phalanx.errors import DistError
+from phalanx.launch import parcels
+from phalanx.launch.spawn import _hold_port, spawn
+
+
+def summed(rank: int, offset: int) -> tuple[int, int, list[float]]:
+    dist.init_process_group()
+    tensor = torch.full((2,), float(rank + offset))
+    dist.all_reduce(tensor)
+    return dist.get_rank(), dist.get_world_size(), tensor.tolist()
+
+
+def summed_by_torch(rank: int, backends: list[str]) -> list[float]:
+    results = []
+    for backend in backends:
+        torch.distributed.init_process_group(backend)
+        tensor = torch.tensor([float(torch.distributed.get_rank() + 1)])
+        torch.distributed.all_reduce(tensor)
+        results.append(tensor.item())
+        torch.distributed.destroy_process_group()
+    return results
+
+
+def fail_on(rank: int, failing: int) -> None:
+    dist.init_process_group()
+    if rank == failing:
+        raise KeyError("lost")
+    dist.barrier()
+
+
+def place(rank: int, *names: str) -> list[str | None]:
+    return [os.environ.get(name) for name in names]
+
+
+def double(rank: int, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.mul_(2)
+
+
+def wait_for(rank: int, path: str) -> int:
+    while not Path(path).exists():
+        time.sleep(0.005)
+    return rank
+
+
+def sleep(rank: int) -> None:
+    time.sleep(600)
+
+
+def be_killed(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def lock(rank: int) -> threading.Lock:
+    return threading.Lock()
+
+
+def num_threads(rank: int) -> int:
+    return torch.get_num_threads()
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"])
+def test_results_by_rank_in_a_world_of_the_environment(start_method: str) -> None:
+    results = spawn(summed, (10,), nprocs=2, start_method=start_method)
+    assert results == [(rank, 2, [21.0, 21.0]) for rank in range(2)]
+
+
+def test_torch_meets_in_the_environment_as_well() -> None:
+    assert spawn(summed_by_torch, (["phalanx", "gloo"],), nprocs=2) == [[3, 3], [3, 3]]
+
+
+def test_one_process_is_the_default() -> None:
+    assert spawn(place, ("RANK", "WORLD_SIZE")) == [["0", "1"]]
+
+
+def test_the_variables_of_a_job_around_it_are_not_inherited(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in (
+        ("RANK", "7"),
+        ("MASTER_PORT", "1"),
+        ("TORCHELASTIC_USE_AGENT_STORE", "True"),
+        ("PHALANX_TEST_VARIABLE", "here"),
+    ):
+        monkeypatch.setenv(name, value)
+    names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "PHALANX_SECRET"
+    own = "TORCHELASTIC_USE_AGENT_STORE", "PHALANX_TEST_VARIABLE"
+    first, second = spawn(place, (*names, *own), nprocs=2)
+    assert (first[:3], second[:3]) == (["0", "0", "2"], ["1", "1", "2"])
+    assert first[3] == second[3] != "1"
+    assert first[4] == second[4] is not None
+    assert first[5:] == [None, "here"]
+
+
+def test_tensors_travel_by_value() -> None:
+    tensor = torch.ones(3)
+    (doubled,) = spawn(double, (tensor,))
+    assert doubled.tolist() == [2, 2, 2]
+    assert tensor.tolist() == [1, 1, 1]
+
+
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert spawn(num_threads) == [3]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    cores = len(os.sched_getaffinity(0))
+    assert spawn(num_threads, nprocs=cores) == [1] * cores
+
+
+def test_the_first_real_error_is_raised_with_its_rank() -> None:
+    with pytest.raises(KeyError, match="lost") as caught:
+        spawn(fail_on, (1,), nprocs=3)
+    notes = "".join(caught.value.__notes__)
+    assert "rank 1 of 3" in notes
+    assert "in fail_on" in notes
+
+
+def test_a_kill_is_reported() -> None:
+    with pytest.raises(DistError, match="rank 1 was killed by SIGKILL"):
+        spawn(be_killed, nprocs=2)
+
+
+def test_a_result_that_cannot_travel_is_an_error_of_its_rank() -> None:
+    with pytest.raises(TypeError, match=r"result.*lock") as caught:
+        spawn(lock)
+    assert "rank 0 of 1" in "".join(caught.value.__notes__)
+
+
+@pytest.mark.parametrize("nprocs", [0, -1, True, 2.0])
+def test_unfit_numbers_of_processes_are_refused(nprocs: int) -> None:
+    with pytest.raises(ValueError, match=f"nprocs.*{nprocs}"):
+        spawn(place, nprocs=nprocs)
+
+
+def test_unfit_arguments_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"tuple.*list"):
+        spawn(place, ["RANK"])  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match=r"'thread' \(known: .*forkserver"):
+        spawn(place, start_method="thread")
+    with pytest.raises(TypeError, match="lock"):
+        spawn(place, (threading.Lock(),))
+
+
+class TestContext:
+    def test_join_waits_so_long_and_then_there_are_results(self, tmp_path: Path) -> None:
+        context = spawn(wait_for, (str(tmp_path / "go"),), nprocs=2, join=False)
+        assert context.join(0) is False
+        with pytest.raises(RuntimeError, match="join"):
+            _ = context.results
+        assert context.pids() == [process.pid for process in context.processes]
+        (tmp_path / "go").touch()
+        assert context.join(60) is True
+        assert context.results == [0, 1]
+        assert context.join() is True
+
+    def test_a_failure_is_raised_by_each_join_alike(self) -> None:
+        context = spawn(fail_on, (0,), nprocs=2, join=False)
+        for _ in range(2):
+            with pytest.raises(KeyError, match="lost") as caught:
+                context.join()
+            assert len(caught.value.__notes__) == 1
+        with pytest.raises(KeyError, match="lost"):
+            _ = context.results
+
+    def test_ending_it_leaves_no_process(self) -> None:
+        context = spawn(sleep, nprocs=2, join=False)
+        pids = context.pids()
+        context.end()
+        assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        with pytest.raises(DistError, match="rank 0 was ended"):
+            context.join()
+
+    def test_daemons_are_told_so(self) -> None:
+        context = spawn(sleep, join=False, daemon=True)
+        assert [process.daemon for process in context.processes] == [True]
+        context.end()
+
+
+def test_nothing_is_left() -> None:
+    spawn(place)  # what the first run sets up may stay
+    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    spawn(summed, (1,), nprocs=2)
+    with pytest.raises(KeyError):
+        spawn(fail_on, (0,), nprocs=2)
+    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    assert multiprocessing.active_children() == []
+
+
+def test_a_held_port_is_for_those_who_ask_for_it() -> None:
+    with _hold_port() as held, socket.socket() as server, socket.socket() as other:
+        port = held.getsockname()[1]
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+
+
+PROMPT = """
+import torch
+import phalanx as dist
+from phalanx.launch.spawn import spawn
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+class Odd(Exception):
+    pass
+
+def work(rank, point):
+    dist.init_process_group()
+    if point.x == 3:
+        raise Odd(rank)
+    return Point(point.x + rank)
+
+results = spawn(work, (Point(1),), nprocs=2)
+assert [type(result) for result in results] == [Point, Point]
+print(*(result.x for result in results), *spawn(lambda rank: rank + 5, nprocs=2))
+try:
+    spawn(work, (Point(3),))
+except Odd as error:
+    print("odd", error.__notes__)
+"""
+
+
+def run_python(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    source = Path(dist.__file__).parents[1]
+    paths = os.pathsep.join([*options.pop("path", ()), str(source)])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("how", ["-c", "stdin"])
+def test_functions_of_a_prompt_travel_by_value(how: str) -> None:
+    pytest.importorskip("cloudpickle", reason="functions without a module need cloudpickle")
+    done = run_python("-c", PROMPT) if how == "-c" else run_python(input=PROMPT)
+    assert done.stdout.splitlines()[0] == "1 2 5 6", done.stderr
+    assert "in work" in done.stdout
+
+
+def test_what_is_missing_for_a_prompt_is_named(tmp_path: Path) -> None:
+    (tmp_path / "cloudpickle.py").write_text("raise ImportError")
+    done = run_python("-c", PROMPT, path=[str(tmp_path)])
+    assert 'pip install "phalanx[notebook]"' in done.stderr.splitlines()[-1]
+
+
+def test_parcels_are_pickles_where_names_can_be_found() -> None:
+    assert b"cloudpickle" not in parcels.pack((summed, torch.ones(2)))
+
+
+SCRIPT = """
+import os, sys, time
+from phalanx.launch.spawn import spawn
+
+def live(rank, seconds):
+    os.write(1, b"%d\\n" % os.getpid())
+    time.sleep(seconds)
+    return bytes(1_000_000)  # more than a pipe holds
+
+if __name__ == "__main__":
+    if sys.argv[1] == "leave":
+        context = spawn(live, (0,), nprocs=2, join=False)
+    else:
+        spawn(live, (600,), nprocs=2)
+"""
+
+
+def test_a_program_may_end_without_a_join(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = run_python("-W", "error", str(script), "leave")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(done.stdout.split()) == 2
+
+
+def test_ranks_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    source = Path(dist.__file__).parents[1]
+    program = subprocess.Popen(
+        [sys.executable, script, "stay"],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": str(source)},
+    )
+    try:
+        assert program.stdout is not None
+        pids = [int(program.stdout.readline()) for _ in range(2)]
+    finally:
+        program.kill()
+        program.communicate()
+    while any(Path(f"/proc/{pid}/exe").exists() for pid in pids):
+        time.sleep(0.01)
