@@ -26,9 +26,12 @@ import torch
 
 from phalanx import bystanders, logs, world
 from phalanx.errors import DistError
+from phalanx.launch.environment import Job
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle, story
 from phalanx.launch.parcels import main_as_it_is, pack
+from phalanx.launch.placement import THREADS_VARIABLE
 from phalanx.stores import FileStore
+from phalanx_autoload import REPLACE, register
 
 T = TypeVar("T")
 
@@ -38,7 +41,7 @@ _log = logs.area("launch")
 _DUMP_STACKS = signal.SIGUSR2
 
 
-class Job(NamedTuple):
+class _Brief(NamedTuple):
     """All that a rank's process needs to know."""
 
     size: int
@@ -81,7 +84,8 @@ def run_processes(
     if size < 1:
         raise ValueError(f"run_processes needs a size of at least 1, got {size}")
     task = pack_task(fn, args, kwargs)
-    with Processes(size, task, dict(os.environ), group=Group(backend, timeout)) as ranks:
+    place = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+    with Processes(size, task, {**os.environ, **place}, group=Group(backend, timeout)) as ranks:
         ranks.wait(deadline, return_exceptions)
         ranks.give_up(deadline or 0, return_exceptions)
     return settle(ranks.results, ranks.failures, return_exceptions)
@@ -126,7 +130,7 @@ class Processes:
         # turn for somebody to take their results. What they need goes after that.
         self._stop_listening = Finalize(self, _close, (self.ranks,), exitpriority=10)
         self._tidy = Finalize(None, shutil.rmtree, (directory, True), exitpriority=-10)
-        job = Job(size, task, environment, group, directory)
+        brief = _Brief(size, task, environment, group, directory)
         context = multiprocessing.get_context(start_method)
         if isinstance(context, ForkServerContext):
             # Forking a server that has imported torch but never used it is both fast and safe.
@@ -134,7 +138,7 @@ class Processes:
         try:
             with main_as_it_is():
                 for rank in range(size):
-                    self.ranks.append(_Rank(rank, job, context, daemon))
+                    self.ranks.append(_Rank(rank, brief, context, daemon))
                     self.running.add(self.ranks[-1])
         except BaseException:
             self.end()
@@ -204,18 +208,18 @@ def _close(ranks: list[_Rank]) -> None:
 class _Rank:
     """One rank's process, seen from its launcher."""
 
-    def __init__(self, rank: int, job: Job, context: Any, daemon: bool | None) -> None:
+    def __init__(self, rank: int, brief: _Brief, context: Any, daemon: bool | None) -> None:
         self.rank = rank
-        self.stacks = Path(job.directory, f"stacks{rank}")
+        self.stacks = Path(brief.directory, f"stacks{rank}")
         self.outcome, sender = context.Pipe(duplex=False)
         self.process: BaseProcess = context.Process(
-            target=_main, args=(rank, job, sender), name=f"rank{rank}", daemon=daemon
+            target=_main, args=(rank, brief, sender), name=f"rank{rank}", daemon=daemon
         )
         self.process.start()
         sender.close()
         self.pid = self.process.pid or 0
         self._ended = False
-        _log.info("started rank %d of %d as pid %d", rank, job.size, self.pid)
+        _log.info("started rank %d of %d as pid %d", rank, brief.size, self.pid)
 
     def receive(self) -> Any:
         """Return the result of the rank or its Failure, once there is one or the process ended."""
@@ -253,32 +257,38 @@ class _Rank:
         self.process.close()
 
 
-def _main(rank: int, job: Job, sender: Connection) -> None:
+def _main(rank: int, brief: _Brief, sender: Connection) -> None:
     """Be one rank: the whole life of its process."""
-    watch = threading.Thread(target=_end_with_launcher, args=(job.directory,), daemon=True)
+    watch = threading.Thread(target=_end_with_launcher, args=(brief.directory,), daemon=True)
     bystanders.mark(watch).start()
     os.environ.clear()
-    os.environ.update(job.environment, RANK=str(rank), LOCAL_RANK=str(rank))
-    os.environ.update(WORLD_SIZE=str(job.size), LOCAL_WORLD_SIZE=str(job.size))
-    num_threads = job.environment.get("OMP_NUM_THREADS", "")
-    if num_threads.isdecimal():  # torch has read it before, in the process this was forked from
-        torch.set_num_threads(int(num_threads))
-    with open(Path(job.directory, f"stacks{rank}"), "w") as stacks:
+    os.environ.update(brief.environment, **Job.rank_variables(rank))
+    _heed_environment()
+    with open(Path(brief.directory, f"stacks{rank}"), "w") as stacks:
         faulthandler.register(_DUMP_STACKS, file=stacks, all_threads=True)
-        outcome = _outcome(rank, job)
+        outcome = _outcome(rank, brief)
         faulthandler.unregister(_DUMP_STACKS)
     with suppress(BrokenPipeError):  # nobody waits for it
         sender.send_bytes(outcome)
     sender.close()
 
 
-def _outcome(rank: int, job: Job) -> bytes:
+def _heed_environment() -> None:
+    """Do what torch does with variables as it is imported: this may be forked from where it was."""
+    num_threads = os.environ.get(THREADS_VARIABLE, "")
+    if num_threads.isdecimal():
+        torch.set_num_threads(int(num_threads))
+    if REPLACE in os.environ:
+        register()
+
+
+def _outcome(rank: int, brief: _Brief) -> bytes:
     try:
-        fn, args, kwargs = pickle.loads(job.task)
-        if job.group is None:
+        fn, args, kwargs = pickle.loads(brief.task)
+        if brief.group is None:
             args = (rank, *args)
         else:
-            _init(rank, job, job.group)
+            _init(rank, brief, brief.group)
         result = fn(*args, **kwargs)
         if world.is_initialized():
             world.destroy_process_group()
@@ -289,10 +299,10 @@ def _outcome(rank: int, job: Job) -> bytes:
         return _packed(failure)
 
 
-def _init(rank: int, job: Job, group: Group) -> None:
-    store = FileStore(str(Path(job.directory, "store")), job.size)
+def _init(rank: int, brief: _Brief, group: Group) -> None:
+    store = FileStore(str(Path(brief.directory, "store")), brief.size)
     world.init_process_group(
-        group.backend, store=store, rank=rank, world_size=job.size, timeout=group.timeout
+        group.backend, store=store, rank=rank, world_size=brief.size, timeout=group.timeout
     )
 
 

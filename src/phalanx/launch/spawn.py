@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import secrets
-import socket
 from collections.abc import Callable
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any, Literal, TypeVar, overload
 
+from phalanx.launch import placement
+from phalanx.launch.environment import HeldPort, Job
 from phalanx.launch.outcomes import settle
 from phalanx.launch.processes import Processes, pack_task
-from phalanx.stores.tcp import SECRET_VARIABLE
+from phalanx.machine import Machine
 
 T = TypeVar("T")
-
-_HOST = "127.0.0.1"
 
 
 @overload
@@ -92,9 +90,9 @@ class SpawnContext:
     """Processes that `spawn(join=False)` has started."""
 
     def __init__(self, task: bytes, size: int, daemon: bool, start_method: str) -> None:
-        port = _hold_port()
+        port = HeldPort()
         self._release = Finalize(self, port.close, exitpriority=10)
-        environment = _environment(size, port.getsockname()[1])
+        environment = _environment(Job(size), port.number)
         self._ranks = Processes(size, task, environment, start_method=start_method, daemon=daemon)
         self._results: list[Any] | None = None
         self._error: BaseException | None = None
@@ -139,29 +137,13 @@ class SpawnContext:
         return self._results
 
 
-def _hold_port() -> socket.socket:
-    """Return a socket that keeps a port from others, while rank 0 can listen there.
-
-    As long as it does not listen itself, the system gives the port to those alone who ask for it by
-    its number and, as servers do, for SO_REUSEADDR.
-    """
-    held = socket.socket()
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    held.bind((_HOST, 0))
-    return held
-
-
-def _environment(size: int, port: int) -> dict[str, str]:
+def _environment(job: Job, port: int) -> dict[str, str]:
     """Return what the processes are told, beside their own ranks."""
-    # If this is itself a rank that torchrun started, its job is not theirs.
+    # If this is itself a rank of another launcher, its job is not theirs.
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")
     }
-    cores = len(os.sched_getaffinity(0))
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // size)))
-    return environment | {
-        "MASTER_ADDR": _HOST,
-        "MASTER_PORT": str(port),
-        "GROUP_RANK": "0",
-        SECRET_VARIABLE: secrets.token_hex(32),
-    }
+    placed = placement.place(job.size, Machine(), environment, "none")
+    if placed.threads is not None:
+        environment[placement.THREADS_VARIABLE] = str(placed.threads)
+    return environment | job.variables(port, attempt=0)
