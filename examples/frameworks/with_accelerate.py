@@ -52,9 +52,7 @@ def main(output):
         "outputs": torch.cat(outputs).flatten().tolist(),
         "restored": [p.tolist() for p in accelerator.unwrap_model(model).parameters()],
         "objects": gather_object([f"from {rank}"]),
-        "padded": accelerator.gather(
-            accelerator.pad_across_processes(torch.ones(1 + rank))
-        ).tolist(),
+        "padded": accelerator.gather(uneven).tolist(),
         "first": broadcast(torch.tensor([rank + 5.0])).item(),
         "kind": str(accelerator.distributed_type),
         "backend": torch.distributed.get_backend(),
