@@ -152,6 +152,22 @@ def test_a_result_that_cannot_travel_is_an_error_of_its_rank() -> None:
     assert "rank 0 of 1" in "".join(caught.value.__notes__)
 
 
+class Stubborn:
+    """Can be pickled, but not be rebuilt."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def stubborn(rank: int) -> Stubborn:
+    return Stubborn()
+
+
+def test_a_result_that_cannot_be_rebuilt_is_an_error_of_its_rank() -> None:
+    with pytest.raises(DistError, match=r"rank 0 .*ValueError.*no number"):
+        spawn(stubborn)
+
+
 @pytest.mark.parametrize("nprocs", [0, -1, True, 2.0])
 def test_unfit_numbers_of_processes_are_refused(nprocs: int) -> None:
     with pytest.raises(ValueError, match=f"nprocs.*{nprocs}"):

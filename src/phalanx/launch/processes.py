@@ -225,7 +225,7 @@ class _Rank:
         """Return the result of the rank or its Failure, once there is one or the process ended."""
         try:
             if self.outcome.poll():
-                return pickle.loads(self.outcome.recv_bytes())
+                return self._unpacked(self.outcome.recv_bytes())
         except EOFError:
             pass
         self.process.join()
@@ -235,6 +235,16 @@ class _Rank:
         else:
             error = DistError(f"rank {self.rank} exited with code {code} before its function ended")
         return Failure(self.rank, error, from_outside=True)
+
+    def _unpacked(self, outcome: bytes) -> Any:
+        try:
+            return pickle.loads(outcome)
+        except Exception as error:
+            problem = DistError(
+                f"rank {self.rank} returned what this process cannot unpickle: "
+                f"{type(error).__name__}: {error}"
+            )
+            return Failure(self.rank, problem, from_outside=True)
 
     def where(self) -> str:
         """Return the stacks of the threads of the process."""

@@ -25,6 +25,7 @@ from phalanx.launch.keeper import Order, become_subreaper
 from phalanx.launch.output import Screen, styled
 from phalanx.launch.supervisor import End, Outcome, Signals, Supervisor
 from phalanx.machine import Machine
+from phalanx_autoload import REPLACE, REPLACEABLE
 
 EXAMPLES = [
     ("phalanx run -n 4 train.py --epochs 3", "a script on four ranks"),
@@ -36,7 +37,6 @@ EXAMPLES = [
 ]
 
 TIMED_OUT = 124  # the exit code of timeout(1)
-_REPLACEABLE = ("gloo",)
 # What nearly every program needs of the package before its first collective.
 _PRELOAD = ["torch", "phalanx.collectives", "phalanx.backends.local", "phalanx.stores.rendezvous"]
 
@@ -81,7 +81,7 @@ def configure(parser: ArgumentParser) -> None:
     )
     parser.add_argument(
         "--replace",
-        choices=_REPLACEABLE,
+        choices=REPLACEABLE,
         metavar="BACKEND",
         help="let this backend of torch.distributed mean phalanx: gloo",
     )
@@ -133,7 +133,8 @@ def run(arguments: Namespace) -> int:
     job = Job(arguments.nproc_per_node, max_restarts=arguments.max_restarts)
     environment = dict(os.environ)
     if arguments.replace:
-        environment["PHALANX_REPLACE"] = arguments.replace
+        environment[REPLACE] = arguments.replace
+        environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"  # or torch would not look for us
     if arguments.trace:
         arguments.trace.mkdir(parents=True, exist_ok=True)
         environment["PHALANX_TRACE"] = str(arguments.trace.resolve())
