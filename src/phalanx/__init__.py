@@ -81,6 +81,7 @@ if TYPE_CHECKING:
     from phalanx.errors import DistQueueEmptyError as QueueEmptyError
     from phalanx.groups import ProcessGroup
     from phalanx.heap import empty_shared, is_shared
+    from phalanx.launch.spawn import SpawnContext, spawn
     from phalanx.launch.threads import run_threads
     from phalanx.mesh import DeviceMesh, init_device_mesh
     from phalanx.objects import (
@@ -169,6 +170,7 @@ __all__ = [
     "ProcessGroup",
     "QueueEmptyError",
     "ReduceOp",
+    "SpawnContext",
     "Store",
     "StoreTimeout",
     "SyncBatchNorm",
@@ -247,6 +249,7 @@ __all__ = [
     "set_debug_level",
     "set_debug_level_from_env",
     "shrink_group",
+    "spawn",
     "split_group",
     "stores",
     "supports_complex",
@@ -287,6 +290,7 @@ _NAMES = {
     ),
     "groups": "ProcessGroup",
     "heap": "empty_shared is_shared",
+    "launch.spawn": "spawn SpawnContext",
     "launch.threads": "run_threads",
     "mesh": "DeviceMesh init_device_mesh",
     "objects": (
