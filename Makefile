@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt $(shell find native -name '*.[ch]pp')
 
-.PHONY: train test pytorch-suite check bench clean
+.PHONY: train test test-frameworks pytorch-suite check docs bench clean
 
 train: $(VENV)/train.stamp  ## train a small GPT on two ranks; again, to go on (ARGS=--fresh: anew)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -13,11 +13,17 @@ train: $(VENV)/train.stamp  ## train a small GPT on two ranks; again, to go on (
 test: $(VENV)/test.stamp  ## run the tests
 	$(BIN)/python -m pytest -n $(JOBS)
 
+test-frameworks: $(VENV)/frameworks.stamp $(VENV)/test.stamp  ## Accelerate and Lightning on Phalanx
+	$(BIN)/python -m pytest tests/test_replace_frameworks.py
+
 pytorch-suite: $(VENV)/suite.stamp  ## run PyTorch's own tests on Phalanx (ARGS=package-3: one run)
 	PYTHONPATH=tests $(BIN)/python -m pytorch_suite $(ARGS)
 
 check: $(VENV)/dev.stamp  ## lint, formats, types
 	scripts/check
+
+docs: $(VENV)/docs.stamp  ## build the site of the documentation into build/site
+	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/bench.stamp  ## compare with Gloo, MPI and torch's threaded group
 	$(BIN)/python -m benchmarks.collectives --docs docs
