@@ -1,0 +1,178 @@
+"""A run of ``phalanx bench``: measure, show, keep."""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from phalanx.bench import machine, plan, plots
+from phalanx.bench.display import Display, columns
+from phalanx.bench.measurement import Result, Teams, measure
+from phalanx.bench.operations import Operation
+from phalanx.bench.peers import Peer
+from phalanx.bench.results import Results
+
+
+class Session:
+    """One run: what is measured, shown and kept."""
+
+    def __init__(
+        self,
+        arguments: Namespace,
+        sections: list[plan.Section],
+        peers: list[Peer],
+        notes: list[str],
+    ) -> None:
+        self.arguments, self.sections, self.peers, self.notes = arguments, sections, peers, notes
+        self.machine = machine.describe()
+        self.rows: list[Result] = []
+        self.errors: dict[str, str] = {}
+        self.interrupted = False
+
+    def carry_out(self) -> int:
+        """Measure, and return the exit code: 1 if Phalanx failed, 130 if interrupted."""
+        began = time.monotonic()
+        console = Console(stderr=self.arguments.json == "-", highlight=False, emoji=False)
+        num_rows = sum(len(section.sizes) for section in self.sections)
+        ours, *others = self.peers
+        table = columns(ours, others)
+        display = Display(console, table, self.arguments.ranks_as, num_rows)
+        self._introduce(display)
+        try:
+            with display:
+                self._measure(display)
+        except KeyboardInterrupt:
+            self.interrupted = True
+            display.say(f"\ninterrupted: {display.shown} of {num_rows} rows were measured", "bold")
+        for what, error in self.errors.items():
+            display.say(f"\n{what} failed: {error}", "red")
+        self._keep(display, time.monotonic() - began)
+        if self.interrupted:
+            return 130
+        return int(any(row["error"] and row["peer"] == ours.name for row in self.rows))
+
+    def _introduce(self, display: Display) -> None:
+        facts, arguments = self.machine, self.arguments
+        counts = ", ".join(map(str, arguments.ranks))
+        display.say(
+            f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB, "
+            f"{facts['system']}, Python {facts['python']}, torch {facts['torch']}",
+            "dim",
+        )
+        versions = ", ".join(f"{peer.title} ({peer.version})" for peer in self.peers)
+        pinned = "each pinned to a core" if arguments.pin else "not pinned"
+        checked = "results checked" if arguments.check else "results not checked"
+        display.say(
+            f"{versions}; {counts} {arguments.ranks_as}, {pinned}; {checked}; bandwidths in GB/s",
+            "dim",
+        )
+        crowded = [count for count in arguments.ranks if count > facts["cores"]]
+        if crowded:
+            self.notes.append(
+                f"{', '.join(map(str, crowded))} ranks share {facts['cores']} cores: "
+                "times tell of the system's scheduler as well"
+            )
+        if facts["load_before"] >= machine.BUSY:
+            self.notes.append(
+                f"the machine is busy (load {facts['load_before']}): times will be longer and vary"
+            )
+        for note in self.notes:
+            display.say(f"note: {note}", "yellow")
+
+    def _measure(self, display: Display) -> None:
+        arguments = self.arguments
+        rounds = min(arguments.rounds, arguments.iterations or arguments.rounds)
+        effort = plan.Effort(arguments.seconds, rounds, arguments.iterations, arguments.warmup)
+        for ranks in arguments.ranks:
+            with Teams(self.peers, ranks, pinned=arguments.pin) as teams:
+                for section in (one for one in self.sections if one.ranks == ranks):
+                    display.begin(section)
+                    for cell in section.cells():
+                        tell = partial(display.tell, cell.num_bytes)
+                        found = measure(teams, cell, effort, tell)
+                        display.add(self._complete(section, found))
+
+    def _complete(self, section: plan.Section, found: list[Result]) -> dict[str, Result]:
+        """Add bandwidths and ratios to the results of a cell; return them by peer."""
+        titles = {peer.name: peer.title for peer in self.peers}
+        ours = found[0]
+        for result in found:
+            result |= bandwidths(result, section.operation)
+            if result is not ours and not ours["error"] and not result["error"]:
+                result["ratio"] = result["p50"] / ours["p50"]
+            if result["error"]:
+                what = f"{titles[result['peer']]}, {section.title(self.arguments.ranks_as)}"
+                self.errors.setdefault(what, result["error"])
+        self.rows += found
+        return {result["peer"]: result for result in found}
+
+    def _keep(self, display: Display, seconds: float) -> None:
+        arguments = self.arguments
+        names = {
+            peer.name: {"title": peer.title, "kind": peer.kind, "version": peer.version}
+            for peer in self.peers
+        }
+        data = {
+            "machine": self.machine,
+            "pinned": arguments.pin,
+            "asynchronous": arguments.asynchronous,
+            "checked": arguments.check,
+            "seconds": round(seconds, 1),
+            "interrupted": self.interrupted,
+            "notes": self.notes,
+            "peers": names,
+            "results": self.rows,
+        }
+        if arguments.json == "-":
+            print(json.dumps(data, indent=1))
+        elif arguments.json:
+            Path(arguments.json).write_text(json.dumps(data, indent=1) + "\n")
+            display.say(f"\nwrote {arguments.json}", "dim")
+        if arguments.plot and any(not row["error"] for row in self.rows):
+            self._draw(names)
+            display.say(f"\nwrote {arguments.plot}", "dim")
+
+    def _draw(self, names: dict[str, dict[str, str]]) -> None:
+        kind = self.arguments.ranks_as
+        ours, *others = (peer.name for peer in self.peers)
+        panels = []
+        for section in self.sections:
+            rows = [row for row in self.rows if _belongs(row, section)]
+            if any(not row["error"] for row in rows):
+                operation = section.operation
+                panels.append(
+                    plots.Section(
+                        section.title(kind),
+                        Results({"results": rows, "peers": names}),
+                        (kind, section.ranks, operation.name),
+                        operation.moves(section.ranks),
+                        ours,
+                        others[0] if others else None,
+                    )
+                )
+        facts = self.machine
+        caption = f"phalanx bench: {facts['processor']}, {facts['cores']} cores"
+        plots.draw(self.arguments.plot, panels, f"{caption}, torch {facts['torch']}")
+
+
+def _belongs(row: dict[str, Any], section: plan.Section) -> bool:
+    return (
+        row["ranks"] == section.ranks
+        and row["operation"] == section.operation.name
+        and row["dtype"] == section.conditions.dtype
+        and row["reduce_op"] in (None, section.conditions.reduce_op)
+    )
+
+
+def bandwidths(result: Result, operation: Operation) -> dict[str, float]:
+    """Return nccl-tests' bandwidths in GB/s: bytes per second, and what the bus carries for it."""
+    if result["error"] or not operation.sized:
+        return {}
+    algbw = result["bytes"] / result["p50"] / 1e9
+    return {"algbw": algbw, "busbw": algbw * operation.moves(result["ranks"])}
