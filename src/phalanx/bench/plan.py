@@ -66,23 +66,22 @@ def make(
 ) -> Plan:
     """Combine all that was asked for; what does not go together becomes a note."""
     sections: list[Section] = []
-    notes: dict[str, None] = {}
+    left_out: dict[str, dict[str, None]] = {}
     for size in ranks:
         for operation in operations:
             if operation.pairwise and size != 2:
-                notes[f"{operation.name} is between 2 ranks, not {size}"] = None
+                left_out.setdefault(f"{operation.name} is between 2 ranks", {})[str(size)] = None
                 continue
             for dtype in dtypes if operation.sized else dtypes[:1]:
                 for reduce_op in reduce_ops if operation.reduces else ["sum"]:
                     if reduce_op == "avg" and "int" in dtype:
-                        notes[f"avg needs floating-point elements: not measured with {dtype}"] = (
-                            None
-                        )
+                        left_out.setdefault("avg needs floating-point elements", {})[dtype] = None
                         continue
                     conditions = Conditions(dtype, reduce_op, asynchronous, checked)
                     whole = _whole_elements(operation, sizes, size, conditions.item_bytes)
                     sections.append(Section(size, operation, conditions, whole))
-    return Plan(sections, list(notes))
+    notes = [f"{why}: not measured with {', '.join(what)}" for why, what in left_out.items()]
+    return Plan(sections, notes)
 
 
 def _whole_elements(operation: Operation, sizes: list[int], ranks: int, item: int) -> list[int]:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
 import time
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +36,7 @@ class Session:
         self.arguments, self.sections, self.peers, self.notes = arguments, sections, peers, notes
         self.machine = machine.describe()
         self.rows: list[Result] = []
-        self.errors: dict[str, str] = {}
+        self.errors: dict[tuple[str, str], list[str]] = {}  # where, by title of the peer and error
         self.interrupted = False
 
     def carry_out(self) -> int:
@@ -45,13 +49,15 @@ class Session:
         display = Display(console, table, self.arguments.ranks_as, num_rows)
         self._introduce(display)
         try:
-            with display:
+            with _one_interrupt(), display:
                 self._measure(display)
         except KeyboardInterrupt:
             self.interrupted = True
             display.say(f"\ninterrupted: {display.shown} of {num_rows} rows were measured", "bold")
-        for what, error in self.errors.items():
-            display.say(f"\n{what} failed: {error}", "red")
+        for (title, error), where in self.errors.items():
+            tables = list(dict.fromkeys(where))
+            further = f" (and {len(tables) - 1} further tables)" if len(tables) > 1 else ""
+            display.say(f"\n{title} failed: {tables[0]}{further}: {error}", "red")
         self._keep(display, time.monotonic() - began)
         if self.interrupted:
             return 130
@@ -107,8 +113,8 @@ class Session:
             if result is not ours and not ours["error"] and not result["error"]:
                 result["ratio"] = result["p50"] / ours["p50"]
             if result["error"]:
-                what = f"{titles[result['peer']]}, {section.title(self.arguments.ranks_as)}"
-                self.errors.setdefault(what, result["error"])
+                where = self.errors.setdefault((titles[result["peer"]], result["error"]), [])
+                where.append(section.title(self.arguments.ranks_as))
         self.rows += found
         return {result["peer"]: result for result in found}
 
@@ -168,6 +174,24 @@ def _belongs(row: dict[str, Any], section: plan.Section) -> bool:
         and row["dtype"] == section.conditions.dtype
         and row["reduce_op"] in (None, section.conditions.reduce_op)
     )
+
+
+@contextmanager
+def _one_interrupt() -> Iterator[None]:
+    """Have the first Ctrl-C end what is done meanwhile, and no other disturb how it ends."""
+
+    def end(*_: object) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def bandwidths(result: Result, operation: Operation) -> dict[str, float]:
