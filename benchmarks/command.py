@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from phalanx.bench import machine
+from phalanx.bench import facts
 
 from .documents import Report
 
@@ -66,7 +66,7 @@ def carry_out(
     """
     data = {
         "command": command_line(report.benchmark, sys.argv[1:] if arguments is None else arguments),
-        "machine": machine.describe(),
+        "machine": facts.describe(),
         **about,
     }
     began = time.monotonic()

@@ -220,7 +220,7 @@ def test_a_run_says_what_it_measured(tmp_path: Path) -> None:
     assert "\x1b" not in done.stdout
     lines = done.stdout.splitlines()
     assert f"{data['machine']['cores']} cores" in lines[0]
-    assert "2 processes, not pinned" in lines[1]
+    assert "2 processes, not pinned" in lines[2]
     table = lines[lines.index("all_reduce, 2 processes, float32, sum") + 1 :]
     heading = ["size", "count", "median", "min", "p99", "algbw", "busbw"]
     assert table[0].split() == [*heading, "Gloo", "ratio", "bare", "memory", "ratio"]

@@ -21,13 +21,8 @@ LAYERS = [
     {"algorithms", "data", "optim", "parallel"},
 ]
 # These may use all of the above, and none uses them.
-<<<<<<< HEAD
-BESIDE = {"__main__", "cli", "commands", "completion", "debug", "launch", "machine"}
+BESIDE = {"__main__", "bench", "cli", "commands", "completion", "debug", "launch", "machine"}
 BESIDE |= {"random", "testing", "torch_backend"}
-=======
-BESIDE = {"__main__", "bench", "cli", "commands", "debug", "launch", "random", "testing"}
-BESIDE |= {"torch_backend"}
->>>>>>> c2f6f4e (Measure operations with phalanx bench; move what the benchmarks share into the package)
 
 
 def test_all_is_sorted_and_complete():

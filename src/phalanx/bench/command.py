@@ -8,7 +8,6 @@ turns in the same run, and a ratio above 1 says that Phalanx is faster.
 
 from __future__ import annotations
 
-import os
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Collection
@@ -19,6 +18,8 @@ from phalanx.bench.operations import DTYPES, OPERATIONS, REDUCE_OPS
 from phalanx.bench.peers import PEERS, Peer
 from phalanx.bench.results import parse_bytes, parse_sizes, size_range
 from phalanx.commands import CommandError
+from phalanx.launch.placement import usable_cores
+from phalanx.machine import Machine
 
 EXAMPLES = [
     ("phalanx bench", "all_reduce of two processes, 8 B to 64 MiB"),
@@ -83,7 +84,7 @@ def configure(parser: ArgumentParser) -> None:
         metavar="N",
         help="how often turns go round (default 3)",
     )
-    add("--pin", action="store_true", help="keep each rank on one core")
+    add("--pin", action="store_true", help="give each rank cores of its own")
     check = "compare the first result of each size with the right one (default on)"
     add("--check", action=BooleanOptionalAction, default=True, help=check)
     prefix = "the Python environment whose mpi4py and mpirun are used (default: this one)"
@@ -184,10 +185,10 @@ def _check_memory(sections: list[plan.Section], num_peers: int) -> None:
     """Refuse what would drive the machine out of memory."""
     # Two buffers for each rank of each implementation, and as much again for a moment's check.
     needed = 3 * num_peers * max(one.ranks * size for one in sections for size in one.sizes)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    available = Machine().memory_limit() or sys.maxsize
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
+            available = min(available, int(line.split()[1]) * 1024)
     if needed > available:
         raise CommandError(
             f"these sizes and ranks need about {needed / 2**30:.1f} GiB, "
@@ -237,7 +238,7 @@ def _bytes(text: str) -> int:
 def _ranks(text: str) -> list[int]:
     counts = []
     for word in _words(text):
-        count = len(os.sched_getaffinity(0)) if word == "auto" else _positive(word)
+        count = usable_cores(Machine()) if word == "auto" else _positive(word)
         if count > MOST_RANKS:
             raise ArgumentTypeError(f"at most {MOST_RANKS} ranks, got {count}")
         counts.append(count)

@@ -26,6 +26,9 @@ import torch
 from phalanx.bench.cells import Cell, StartLine, process_start_line
 from phalanx.bench.libraries import Bare, Library, Mpi, TorchLike
 from phalanx.bench.operations import OPERATIONS, Conditions
+from phalanx.launch import placement
+from phalanx.launch.placement import Placement
+from phalanx.machine import Machine
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -33,18 +36,22 @@ MakeLibrary = Callable[[Conditions], Library]
 
 
 class Place(NamedTuple):
-    """Where a world comes together, how large it is, and whether its ranks keep to one core."""
+    """Where a world comes together, how large it is, and whether its ranks keep to their cores."""
 
     directory: Path
     size: int
     pinned: bool
 
 
+def place_ranks(size: int) -> Placement:
+    """Share the cores out, as ``phalanx run`` does; every rank comes to the same result."""
+    return placement.place(size, Machine(), os.environ, "cores")
+
+
 def serve(place: Place, rank: int, make: MakeLibrary, line: StartLine) -> None:
     """Answer the coordinator's commands on behalf of one rank."""
-    if place.pinned:
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    if place.pinned and (cpus := place_ranks(place.size).cpus[rank]):
+        os.sched_setaffinity(0, cpus)
     cell: Cell | None = None
     with Client(str(place.directory / "socket"), family="AF_UNIX") as connection:
         connection.send((rank, os.getpid()))

@@ -15,12 +15,15 @@ from typing import Any
 
 from rich.console import Console
 
-from phalanx.bench import machine, plan, plots
+from phalanx.bench import facts, plan, plots
 from phalanx.bench.display import Display, columns
 from phalanx.bench.measurement import Result, Teams, measure
 from phalanx.bench.operations import Operation
 from phalanx.bench.peers import Peer
+from phalanx.bench.ranks import place_ranks
 from phalanx.bench.results import Results
+from phalanx.launch.placement import usable_cores
+from phalanx.machine import Machine
 
 
 class Session:
@@ -34,7 +37,7 @@ class Session:
         notes: list[str],
     ) -> None:
         self.arguments, self.sections, self.peers, self.notes = arguments, sections, peers, notes
-        self.machine = machine.describe()
+        self.machine = facts.describe()
         self.rows: list[Result] = []
         self.errors: dict[tuple[str, str], list[str]] = {}  # where, by title of the peer and error
         self.interrupted = False
@@ -64,29 +67,29 @@ class Session:
         return int(any(row["error"] and row["peer"] == ours.name for row in self.rows))
 
     def _introduce(self, display: Display) -> None:
-        facts, arguments = self.machine, self.arguments
-        counts = ", ".join(map(str, arguments.ranks))
+        """Say what is measured where, and what will make the numbers worse."""
+        here, arguments = self.machine, self.arguments
         display.say(
-            f"{facts['processor']}, {facts['cores']} cores, {facts['memory_gib']} GiB, "
-            f"{facts['system']}, Python {facts['python']}, torch {facts['torch']}",
+            f"{here['processor']}, {here['cores']} cores, {here['memory_gib']} GiB, "
+            f"{here['system']}, Python {here['python']}, torch {here['torch']}",
             "dim",
         )
         versions = ", ".join(f"{peer.title} ({peer.version})" for peer in self.peers)
-        pinned = "each pinned to a core" if arguments.pin else "not pinned"
         checked = "results checked" if arguments.check else "results not checked"
-        display.say(
-            f"{versions}; {counts} {arguments.ranks_as}, {pinned}; {checked}; bandwidths in GB/s",
-            "dim",
-        )
-        crowded = [count for count in arguments.ranks if count > facts["cores"]]
+        display.say(f"{versions}; {checked}; bandwidths in GB/s", "dim")
+        for count in arguments.ranks:
+            pinned = place_ranks(count).why if arguments.pin else "not pinned"
+            display.say(f"{count} {arguments.ranks_as}, {pinned}", "dim")
+        cores = usable_cores(Machine())
+        crowded = [str(count) for count in arguments.ranks if count > cores]
         if crowded:
             self.notes.append(
-                f"{', '.join(map(str, crowded))} ranks share {facts['cores']} cores: "
+                f"{', '.join(crowded)} ranks share {cores} cores: "
                 "times tell of the system's scheduler as well"
             )
-        if facts["load_before"] >= machine.BUSY:
+        if here["load_before"] >= facts.BUSY:
             self.notes.append(
-                f"the machine is busy (load {facts['load_before']}): times will be longer and vary"
+                f"the machine is busy (load {here['load_before']}): times will be longer and vary"
             )
         for note in self.notes:
             display.say(f"note: {note}", "yellow")
@@ -162,9 +165,9 @@ class Session:
                         others[0] if others else None,
                     )
                 )
-        facts = self.machine
-        caption = f"phalanx bench: {facts['processor']}, {facts['cores']} cores"
-        plots.draw(self.arguments.plot, panels, f"{caption}, torch {facts['torch']}")
+        here = self.machine
+        caption = f"phalanx bench: {here['processor']}, {here['cores']} cores"
+        plots.draw(self.arguments.plot, panels, f"{caption}, torch {here['torch']}")
 
 
 def _belongs(row: dict[str, Any], section: plan.Section) -> bool:
