@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from rich.console import Console
 
 import phalanx
 from phalanx import cli
-from phalanx.bench import display, plan, plots
+from phalanx.bench import command, display, plan, plots
 from phalanx.bench.cells import Cell, WrongResult
 from phalanx.bench.libraries import Bare, Library, TorchLike
 from phalanx.bench.measurement import BATCH_CALLS, Teams, measure, summarise, warm_up
@@ -417,6 +418,17 @@ def test_a_terminal_gets_colours_and_what_is_being_measured() -> None:
     assert "\x1b[31m   0.50x" in text
     assert "9.00 µs" not in text  # the 99th percentile of 50 calls means nothing
     assert "failed" in text
+
+
+def test_names_are_completed_after_a_comma() -> None:
+    parser = ArgumentParser()
+    command.configure(parser)
+    actions = {
+        action.dest: action.completer for action in parser._actions if hasattr(action, "completer")
+    }
+    assert "all_reduce,all_gather" in actions["operations"](prefix="all_reduce,all_g")
+    assert "gloo" in actions["against"](prefix="")
+    assert "float32,int8" in actions["dtype"](prefix="float32,")
 
 
 def test_importing_the_command_is_cheap() -> None:

@@ -9,7 +9,7 @@ turns in the same run, and a ratio above 1 says that Phalanx is faster.
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
+from argparse import Action, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -26,78 +26,78 @@ EXAMPLES = [
     ("phalanx bench all_gather,barrier -n 2,4", "two operations, each on two and on four ranks"),
     ("phalanx bench all --sizes 8,64K,1M", "every operation at three sizes"),
     ("phalanx bench --against gloo,mpi", "how many times faster than these, in one run"),
-    (
-        "phalanx bench -b 1M -e 256M -f 4 --shared",
-        "tensors of the shared heap, as nccl-tests' flags",
-    ),
+    ("phalanx bench -b 1M -e 256M -f 4 --shared", "large tensors of the shared heap"),
     ("phalanx bench --dtype bfloat16 --reduce-op max", "other elements, another reduction"),
     ("phalanx bench --plot out.png --json out.json", "a picture and every number"),
 ]
 
 SMALLEST, LARGEST, FACTOR = 8, 64 << 20, 2
 MOST_RANKS = 256
-_ALL = "names with commas, or all (default {})"
 ALIASES = {"half": "float16", "float": "float32", "double": "float64", "prod": "product"}
 
 
 def configure(parser: ArgumentParser) -> None:
+    _configure_what(parser.add_argument_group("what is measured").add_argument)
+    _configure_how(parser.add_argument_group("how it is measured").add_argument)
+    add = parser.add_argument_group("what is kept").add_argument
+    add("--plot", type=Path, metavar="FILE", help="draw time and bandwidth: a .png, .svg or .pdf")
+    told = "write every number (default to stdout)"
+    add("--json", nargs="?", const="-", metavar="FILE", help=told)
+
+
+def _configure_what(add: Callable[..., Action]) -> None:
     operations = _names(OPERATIONS, "operation")
-    dtypes, reductions = _names(DTYPES, "dtype"), _names(REDUCE_OPS, "reduction")
-    add = parser.add_argument_group("what is measured").add_argument
-    add(
-        "operations",
-        nargs="*",
-        type=operations,
-        metavar="OPERATION",
-        help=_ALL.format("all_reduce"),
-    )
-    add("--op", type=operations, default=[], metavar="NAMES", help="the same, as an option")
+    told = "names with commas, or all (default all_reduce)"
+    first = add("operations", nargs="*", type=operations, metavar="OPERATION", help=told)
+    told = "the same, as an option"
+    _complete(first, [*OPERATIONS, "all"])
+    _complete(add("--op", type=operations, default=[], metavar="NAMES", help=told), OPERATIONS)
     add("--list", action="store_true", help="list operations, types and whom to compare with")
-    add(
-        "--sizes",
-        metavar="SIZES",
-        help="8,64K,1M; or 8:64M, doubled each time; or 8:64M:4, times 4",
-    )
+    told = "8,64K,1M; or 8:64M, doubled each time; or 8:64M:4, times 4"
+    add("--sizes", metavar="SIZES", help=told)
     add("-b", "--min", type=_bytes, metavar="SIZE", help="smallest size (default 8)")
     add("-e", "--max", type=_bytes, metavar="SIZE", help="largest size (default 64M)")
     add("-f", "--factor", type=_positive, metavar="N", help="from a size to the next (default 2)")
-    ranks = "how many: 4, or 2,4, or auto for all cores (default 2)"
-    add("-n", "--ranks", type=_ranks, default=[2], metavar="N", help=ranks)
-    kinds = "what ranks are (default processes)"
-    add("--ranks-as", choices=list(PEERS), default="processes", help=kinds)
-    elements = _ALL.format("float32")
-    add("--dtype", type=dtypes, default=["float32"], metavar="NAMES", help=elements)
-    add("--reduce-op", type=reductions, default=["sum"], metavar="NAMES", help=_ALL.format("sum"))
+    told = "how many: 4, or 2,4, or auto for all cores (default 2)"
+    add("-n", "--ranks", type=_ranks, default=[2], metavar="N", help=told)
+    told = "what ranks are (default processes)"
+    add("--ranks-as", choices=list(PEERS), default="processes", help=told)
+    for flag, names, what, usual in (
+        ("--dtype", DTYPES, "dtype", "float32"),
+        ("--reduce-op", REDUCE_OPS, "reduction", "sum"),
+    ):
+        told = f"names with commas, or all (default {usual})"
+        read = _names(names, what)
+        _complete(add(flag, type=read, default=[usual], metavar="NAMES", help=told), names)
     add("--shared", action="store_true", help="use tensors of the shared heap")
     add("--async", action="store_true", dest="asynchronous", help="use async_op=True, then wait")
-    add = parser.add_argument_group("how it is measured").add_argument
-    others = "whom to compare with, with commas: gloo, mpi, ... (see --list)"
-    add("--against", type=_words, default=[], metavar="NAMES", help=others)
-    seconds = "for each size of each implementation (default 0.3)"
-    add("--seconds", type=_seconds, default=0.3, metavar="S", help=seconds)
+
+
+def _configure_how(add: Callable[..., Action]) -> None:
+    told = "whom to compare with, with commas: gloo, mpi, ... (see --list)"
+    peers = dict.fromkeys(name for known in PEERS.values() for name in known)
+    _complete(add("--against", type=_words, default=[], metavar="NAMES", help=told), peers)
+    told = "for each size of each implementation (default 0.3)"
+    add("--seconds", type=_seconds, default=0.3, metavar="S", help=told)
     add("--iterations", type=_positive, metavar="N", help="so many calls instead of so long")
     add("--warmup", type=_count, metavar="N", help="calls before those that count")
-    add(
-        "--rounds",
-        type=_positive,
-        default=3,
-        metavar="N",
-        help="how often turns go round (default 3)",
-    )
+    told = "how often turns go round (default 3)"
+    add("--rounds", type=_positive, default=3, metavar="N", help=told)
     add("--pin", action="store_true", help="give each rank cores of its own")
-    check = "compare the first result of each size with the right one (default on)"
-    add("--check", action=BooleanOptionalAction, default=True, help=check)
-    prefix = "the Python environment whose mpi4py and mpirun are used (default: this one)"
-    add("--mpi", type=Path, metavar="PREFIX", help=prefix)
-    add = parser.add_argument_group("what is kept").add_argument
-    add("--plot", type=Path, metavar="FILE", help="draw time and bandwidth: a .png, .svg or .pdf")
-    add(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write every number (default to stdout)",
-    )
+    told = "compare the first result of each size with the right one (default on)"
+    add("--check", action=BooleanOptionalAction, default=True, help=told)
+    told = "the Python environment whose mpi4py and mpirun are used (default: this one)"
+    add("--mpi", type=Path, metavar="PREFIX", help=told)
+
+
+def _complete(action: Action, names: Collection[str]) -> None:
+    """Let a shell complete names, also after a comma."""
+
+    def complete(prefix: str, **_: object) -> list[str]:
+        before, comma, _last = prefix.rpartition(",")
+        return [before + comma + name for name in names]
+
+    action.completer = complete  # type: ignore[attr-defined]
 
 
 def run(arguments: Namespace) -> int:
