@@ -25,13 +25,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from phalanx.bench.measurement import Teams, measure
+from phalanx.bench.operations import OPERATIONS
+from phalanx.bench.peers import PEERS, Peer, mpi
+from phalanx.bench.plan import Cell, Effort
+from phalanx.bench.results import parse_bytes, readable_bytes, readable_seconds
+
 from . import command
 from .command import given, known, listed
-from .measurement import Teams, measure
-from .operations import OPERATIONS, Operation
-from .peers import Peer, known_peers
 from .report import REPORT
-from .results import parse_bytes, readable_bytes, readable_seconds
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,13 @@ def byte_sizes(text: str) -> list[int]:
     return [parse_bytes(word) for word in text.split(",")]
 
 
+# What the document tells of; `exchange` is for phalanx bench alone.
+DOCUMENTED = [name for name in OPERATIONS if name != "exchange"]
+
 FULL = Plan(
-    operations=list(OPERATIONS),
+    operations=DOCUMENTED,
     sizes=byte_sizes("8,256,4K,64K,256K,1M,4M,16M,64M,256M"),
-    crowd_operations=list(OPERATIONS),
+    crowd_operations=DOCUMENTED,
     crowd_sizes=byte_sizes("8,64K,1M,16M"),
     processes=[2, 4, 8],
     threads=[4, 16, 64],
@@ -76,7 +81,7 @@ FULL = Plan(
     rounds=3,
 )
 QUICK = Plan(
-    operations=list(OPERATIONS),
+    operations=DOCUMENTED,
     sizes=byte_sizes("8,64K,1M,16M"),
     crowd_operations=["all_reduce"],
     crowd_sizes=byte_sizes("8,64K,1M"),
@@ -115,20 +120,21 @@ def main(arguments: list[str] | None = None) -> int:
 def run(plan: Plan, peers: list[Peer]) -> list[dict]:
     """Measure everything, saying so as it goes."""
     results = []
+    effort = Effort(plan.budget, plan.rounds)
     for kind, size, names, sizes in plan.worlds():
         with Teams([peer for peer in peers if peer.kind == kind], size) as teams:
-            for operation, num_bytes in cells(names, sizes):
-                if row := measure(teams, operation, num_bytes, plan.budget, plan.rounds):
+            for cell in cells(names, sizes):
+                if row := measure(teams, cell, effort):
                     results += row
                     print(progress(row), flush=True)
     return results
 
 
-def cells(names: list[str], sizes: list[int]) -> Iterator[tuple[Operation, int]]:
+def cells(names: list[str], sizes: list[int]) -> Iterator[Cell]:
     for name in names:
         operation = OPERATIONS[name]
         for num_bytes in sizes if operation.sized else [0]:
-            yield operation, num_bytes
+            yield Cell(operation, num_bytes)
 
 
 def progress(row: list[dict]) -> str:
@@ -140,6 +146,18 @@ def progress(row: list[dict]) -> str:
         for one in row
     ]
     return "   ".join([heading, *times])
+
+
+def known_peers(mpi_prefixes: list[Path]) -> list[Peer]:
+    """Return every peer there is, also those that cannot run here."""
+    here = Path(sys.prefix)
+    processes, threads = PEERS["processes"], PEERS["threads"]
+    return [
+        *[processes[name](here) for name in ("phalanx", "phalanx-shared", "gloo")],
+        *[mpi(prefix) for prefix in mpi_prefixes],
+        processes["bare"](here),
+        *[threads[name](here) for name in ("phalanx", "threadedpg")],
+    ]
 
 
 def choose_peers(peers: list[Peer], names: list[str] | None) -> list[Peer]:

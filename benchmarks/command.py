@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
+from phalanx.bench import facts
 
 from .documents import Report
 
@@ -70,7 +66,7 @@ def carry_out(
     """
     data = {
         "command": command_line(report.benchmark, sys.argv[1:] if arguments is None else arguments),
-        "machine": machine(),
+        "machine": facts.describe(),
         **about,
     }
     began = time.monotonic()
@@ -88,23 +84,3 @@ def command_line(module: str, arguments: list[str]) -> str:
     """Return how the run was asked for, with directories shortened to their names."""
     short = [Path(word).name if word.startswith("/") else word for word in arguments]
     return " ".join([f"python -m benchmarks.{module}", *short])
-
-
-def machine() -> dict:
-    """Describe what a reader needs to compare numbers with those of another machine."""
-    lines = {}
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            lines.setdefault(key.strip(), value.strip())
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return {
-        "processor": lines.get("model name", platform.machine()),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(pages / 2**30, 1),
-        "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "load_before": round(os.getloadavg()[0], 2),
-    }

@@ -78,12 +78,6 @@ def markdown(table: Table) -> str:
     return "\n".join(lines)
 
 
-def readable_ratio(ratio: float | None) -> str:
-    if ratio is None:
-        return "-"
-    return f"{ratio:.0f}x" if ratio >= 20 else f"{ratio:.1f}x" if ratio >= 2 else f"{ratio:.2f}x"
-
-
 def opening(title: str, module: str, data: dict) -> list[str]:
     """Return how a document begins: by which command, where, and in which time it was made."""
     machine = data["machine"]

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from phalanx.bench.results import Results, readable_bytes, readable_ratio, readable_seconds
+
 from . import plots
 from .documents import (
     Pictures,
@@ -17,10 +19,8 @@ from .documents import (
     ending,
     markdown,
     opening,
-    readable_ratio,
     show_tables,
 )
-from .results import Results, readable_bytes, readable_seconds
 from .targets import TARGETS, target_table
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
-from .documents import Table, readable_ratio
-from .operations import OPERATIONS
-from .results import Results, readable_bytes
+from phalanx.bench.operations import OPERATIONS
+from phalanx.bench.results import Results, readable_bytes, readable_ratio
+
+from .documents import Table
 
 KIB, MIB = 1 << 10, 1 << 20
 

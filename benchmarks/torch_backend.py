@@ -34,14 +34,15 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 import phalanx
+from phalanx.bench.cells import Cell
+from phalanx.bench.libraries import Call, Library, TorchLike
+from phalanx.bench.measurement import warm_up
+from phalanx.bench.operations import OPERATIONS
+from phalanx.bench.results import parse_bytes
 
 from . import command, torch_models, torch_report, training
 from .command import given, known, listed
-from .measurement import warm_up
 from .models import WORKLOADS
-from .operations import OPERATIONS, Call, Library, TorchLike
-from .ranks import Cell
-from .results import parse_bytes
 from .torch_report import REPORT
 from .turns import RANKS, Row, Stage, group, launch, slowest_rank
 

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from phalanx.bench.results import readable_bytes, readable_ratio, readable_seconds
+
 from .documents import (
     Pictures,
     Report,
@@ -19,10 +21,8 @@ from .documents import (
     ending,
     markdown,
     opening,
-    readable_ratio,
     show_tables,
 )
-from .results import readable_bytes, readable_seconds
 from .targets import Verdict, target_table, worst
 from .turns import Ratio, compare
 

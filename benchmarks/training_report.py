@@ -12,8 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from phalanx.bench.results import readable_seconds
+
 from .documents import Pictures, Report, Table, ending, markdown, opening, show_tables
-from .results import readable_seconds
 
 PICTURE = "benchmark-training.png"
 COLOURS = {

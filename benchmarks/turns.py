@@ -20,9 +20,8 @@ import numpy as np
 import torch
 
 import phalanx
+from phalanx.bench.cells import process_start_line, start_line_file
 from phalanx.launch.processes import run_processes
-
-from .ranks import process_start_line, start_line_file
 
 RANKS = 2
 TIMEOUT = timedelta(seconds=120)

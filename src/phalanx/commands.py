@@ -28,6 +28,7 @@ COMMANDS = {
     "ps": Command("phalanx.debug.ps", "list the jobs of this user on this machine"),
     "top": Command("phalanx.debug.top", "watch what every rank of a job does"),
     "why": Command("phalanx.debug.why", "say why a job does not move"),
+    "bench": Command("phalanx.bench.command", "measure operations, alone or beside Gloo and MPI"),
     "completion": Command("phalanx.completion", "make a shell complete these commands"),
 }
 

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 TITLES = {"mpi": "MPI"}
 MPI = ("openmpi", "mpich")
+Group = tuple[str, int, str]  # kind and number of ranks, operation
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 class Results:
     """Results by cell. The peer "mpi" stands for the fastest MPI measured in a cell."""
 
-    def __init__(self, data: dict) -> None:
-        self.rows: list[dict] = data["results"]
-        self.names: dict[str, dict] = data["peers"]
+    def __init__(self, data: dict[str, Any]) -> None:
+        self.rows: list[dict[str, Any]] = data["results"]
+        self.names: dict[str, dict[str, Any]] = data["peers"]
         self._by_cell = {
             (one["kind"], one["ranks"], one["operation"], one["bytes"], one["peer"]): one
             for one in self.rows
@@ -27,7 +29,7 @@ class Results:
         wanted = MPI if peer == "mpi" else (peer,)
         return any(name in self.names and self.names[name]["kind"] == kind for name in wanted)
 
-    def groups(self) -> list[tuple[str, int, str]]:
+    def groups(self) -> list[Group]:
         return list(
             dict.fromkeys((one["kind"], one["ranks"], one["operation"]) for one in self.rows)
         )
@@ -40,7 +42,9 @@ class Results:
         wanted = (kind, ranks, operation)
         return list(dict.fromkeys(cell[4] for cell in self._by_cell if cell[:3] == wanted))
 
-    def get(self, kind: str, ranks: int, operation: str, num_bytes: int, peer: str) -> dict | None:
+    def get(
+        self, kind: str, ranks: int, operation: str, num_bytes: int, peer: str
+    ) -> dict[str, Any] | None:
         return self._by_cell.get((kind, ranks, operation, num_bytes, peer))
 
     def p50(self, kind: str, ranks: int, operation: str, num_bytes: int, peer: str) -> float | None:
@@ -68,10 +72,40 @@ def parse_bytes(text: str) -> int:
     return int(match[1]) * UNITS[match[2].upper()]
 
 
+def parse_sizes(text: str, factor: int = 2) -> list[int]:
+    """Read sizes such as 8,64K or 8:64M (each `factor` times the one before) or 8:64M:4."""
+    sizes: list[int] = []
+    for word in filter(None, text.split(",")):
+        first, *further = word.split(":")
+        if len(further) > 2:
+            raise ValueError(f"not a range of sizes: {word!r} (such as 8:64M, or 8:64M:4)")
+        largest = parse_bytes(further[0]) if further else parse_bytes(first)
+        sizes += size_range(
+            parse_bytes(first), largest, int(further[1]) if len(further) > 1 else factor
+        )
+    return list(dict.fromkeys(sizes))
+
+
+def size_range(smallest: int, largest: int, factor: int) -> list[int]:
+    """Return sizes up to `largest`, each `factor` times the one before."""
+    if not 0 < smallest <= largest:
+        raise ValueError(
+            f"sizes go from a smaller to a larger one, got {smallest} B to {largest} B"
+        )
+    if factor < 2:
+        raise ValueError(f"the factor between sizes is at least 2, got {factor}")
+    sizes = [smallest]
+    while sizes[-1] * factor <= largest:
+        sizes.append(sizes[-1] * factor)
+    return sizes
+
+
 def readable_bytes(count: int) -> str:
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if count >= factor and count % factor == 0:
             return f"{count // factor} {unit}"
+        if count >= 10 * factor:
+            return f"{count / factor:.1f} {unit}"
     return f"{count} B"
 
 
@@ -83,3 +117,9 @@ def readable_seconds(seconds: float) -> str:
             digits = 0 if value >= 100 else 1 if value >= 10 else 2
             return f"{value:.{digits}f} {unit}"
     raise AssertionError("unreachable")
+
+
+def readable_ratio(ratio: float | None) -> str:
+    if ratio is None:
+        return "-"
+    return f"{ratio:.0f}x" if ratio >= 20 else f"{ratio:.1f}x" if ratio >= 2 else f"{ratio:.2f}x"
