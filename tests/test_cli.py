@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
+import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from outside_worlds import PROGRAMS, look_until, running, waits_long
 
 from phalanx import cli
-from phalanx.debug import top
 
 
 @pytest.fixture(scope="module")
@@ -56,26 +61,151 @@ def test_top_once(hanging: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert [rank["waits_for"] for rank in seen["ranks"]] == [[1, 2], [2], [], [1, 2]]
 
 
-def test_top_refreshes_a_terminal_in_place(hanging: int) -> None:
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "phalanx", "top", str(hanging), "--interval", "0.1"]
-    with subprocess.Popen(command, stdout=theirs, stdin=theirs) as process:
-        os.close(theirs)
-        seen = b""
-        while seen.count(top.HOME.encode()) < 3:
-            seen += os.read(ours, 1 << 16)
-        process.send_signal(signal.SIGINT)
-        while True:
-            try:
-                if not (more := os.read(ours, 1 << 16)):
-                    break
-            except OSError:  # the other side is closed
-                break
-            seen += more
-    os.close(ours)
-    assert process.returncode == 0
-    assert b"straggler: rank 2" in seen
-    assert seen.rstrip().endswith(top.SHOW_CURSOR.encode())
+class Terminal:
+    """A command on a terminal, as somebody who sits at it sees it."""
+
+    def __init__(self, *arguments: object, columns: int = 120, lines: int = 30) -> None:
+        self._ours, theirs = pty.openpty()
+        self.resize(columns, lines)
+        self.before = termios.tcgetattr(theirs)
+        self.seen = ""
+        environment = {name: v for name, v in os.environ.items() if name not in UNWANTED}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "phalanx", *map(str, arguments)],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            env={**environment, "TERM": "xterm-256color"},
+        )
+        self._theirs = theirs  # kept open, to see how its settings are left
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._theirs)
+        os.close(self._ours)
+
+    def resize(self, columns: int, lines: int) -> None:
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
+
+    def press(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def until(self, *texts: str) -> str:
+        """Read on until all of these texts have been shown; return what was shown since."""
+        start, limit = len(self.seen), time.monotonic() + 60
+        while not all(text in self.seen[start:] for text in texts):
+            assert time.monotonic() < limit, f"not shown: {texts} in {self.seen[start:]}"
+            if not select.select([self._ours], [], [], 1)[0]:
+                continue
+            self.seen += os.read(self._ours, 1 << 16).decode(errors="replace")
+        return self.seen[start:]
+
+    def end(self) -> int:
+        """Wait for the end of the command; check that the terminal is as it was."""
+        # What is read meanwhile: a full buffer would keep the command from ending.
+        while self.process.poll() is None or select.select([self._ours], [], [], 0.1)[0]:
+            if select.select([self._ours], [], [], 0.1)[0]:
+                self.seen += os.read(self._ours, 1 << 16).decode(errors="replace")
+        assert termios.tcgetattr(self._theirs) == self.before
+        for taken, given_back in ((ALTERNATE, MAIN), (HIDE_CURSOR, SHOW_CURSOR)):
+            assert self.seen.rindex(taken) < self.seen.rindex(given_back)
+        return self.process.returncode
+
+
+# What would keep the table from being drawn as on any terminal.
+UNWANTED = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
+ALTERNATE, MAIN = "\x1b[?1049h", "\x1b[?1049l"
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+DOWN, ESCAPE = "\x1b[B", "\x1b"
+
+
+def test_top_answers_keys(hanging: int) -> None:
+    with Terminal("top", hanging, "--interval", "0.1") as terminal:
+        terminal.until("waiting for rank 2", "straggler", "sort: rank")
+        terminal.press("s")
+        terminal.until("sort: wait")
+        terminal.press("f")
+        terminal.until("show: waiting")
+        terminal.press("p")
+        terminal.until("paused", "go on")
+        terminal.press("f f")  # and on again
+        terminal.until("show: all", "pause")
+        terminal.press("sss" + "k" * 4 + DOWN + "j")
+        terminal.until("\x1b[1mrank 2\x1b[0m  \x1b[36msleeping")  # the line about the selected one
+        terminal.press("?")
+        terminal.until("select a rank")
+        terminal.press(ESCAPE)
+        terminal.until("sort:")
+        terminal.press("\r")
+        terminal.until("why: job", "Look at what keeps rank 2")
+        terminal.press("q")
+        terminal.until("sort:")
+        terminal.press("q")
+        assert terminal.end() == 0
+
+
+def test_top_follows_the_size_of_its_terminal(hanging: int) -> None:
+    with Terminal("top", hanging, "--interval", "30") as terminal:
+        assert "CALL SITE" in terminal.until("help")
+        terminal.resize(60, 12)
+        small = terminal.until("RANK", "show")
+        assert "CALL SITE" not in small
+        assert "WAITS FOR" in small
+        terminal.press("q")
+        assert terminal.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 0),
+        (signal.SIGTERM, -signal.SIGTERM),
+        (signal.SIGHUP, -signal.SIGHUP),
+    ],
+)
+def test_top_gives_the_terminal_back(hanging: int, number: int, code: int) -> None:
+    with Terminal("top", hanging) as terminal:
+        terminal.until("straggler")
+        terminal.process.send_signal(number)
+        assert terminal.end() == code
+
+
+def test_top_can_be_put_aside(hanging: int) -> None:
+    with Terminal("top", hanging, "--interval", "0.1") as terminal:
+        terminal.until("straggler")
+        terminal.process.send_signal(signal.SIGTSTP)
+        terminal.until(MAIN)
+        _, status = os.waitpid(terminal.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        terminal.process.send_signal(signal.SIGCONT)
+        terminal.until(ALTERNATE, "straggler")
+        terminal.press("q")
+        assert terminal.end() == 0
+
+
+def test_top_says_when_the_job_ends(tmp_path: Path) -> None:
+    with ExitStack() as job:
+        pid = job.enter_context(running("move", tmp_path))
+        look_until(pid, lambda job: True)
+        with Terminal("top", pid, "--interval", "0.1") as terminal:
+            terminal.until("op/s")
+            job.close()
+            terminal.until("has ended")
+            assert terminal.end() == 0
+
+
+def test_looking_needs_no_torch(hanging: int) -> None:
+    code = (
+        "import sys; from phalanx import cli\n"
+        f"for command in (['ps'], ['top', '{hanging}', '--once'], ['why', '{hanging}']):\n"
+        "    assert cli.main(command) == 0\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
 def test_why(hanging: int, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,104 @@
+"""Colours and tables for a terminal; in a pipe, phalanx.debug.text makes plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import IO, NamedTuple
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from phalanx.debug.text import printable
+
+# What a rank or a job does, by the first words of it that match.
+_STYLES = {
+    "computing": "green",
+    "running": "green",
+    "sleeping": "cyan",
+    "in the system": "cyan",
+    "waiting": "yellow",
+    "starting": "blue",
+    "joining": "blue",
+    "stuck": "bold red",
+    "deadlock": "bold red",
+    "in a debugger": "magenta",
+    "left": "dim",
+    "absent": "dim",
+    "idle": "cyan",
+    "moving": "green",
+}
+_ENDINGS = {"gone": "bold red", "failed": "bold red", "stopped": "magenta"}  # "rank 2 gone"
+
+
+def terminal(file: IO[str] | None = None) -> Console | None:
+    """Return a console if the output can show colours and be written to in place, else None."""
+    console = Console(file=file, highlight=False)
+    return console if console.is_terminal and not console.is_dumb_terminal else None
+
+
+def style(state: str) -> str:
+    """Return the style in which the state of a rank or of a job is shown."""
+    for ending, shown in _ENDINGS.items():
+        if state.endswith(ending):
+            return shown
+    return next((shown for start, shown in _STYLES.items() if state.startswith(start)), "")
+
+
+def plain(text: str, shown: str = "") -> Text:
+    """Return another process' text as it is: nothing in it is markup or moves the cursor."""
+    return Text(printable(text), shown, no_wrap=True, overflow="ellipsis")
+
+
+def account(text: str) -> Text:
+    """Return a text about ranks with these, their groups and their calls set off."""
+    shown = Text(text)
+    shown.highlight_regex(r"\b[Rr]anks? \d+(?:(?:, |-)\d+)*", "bold")
+    shown.highlight_regex(r"\S+:\d+ in \S*[^\s.,;]", "cyan")
+    shown.highlight_regex(r"\b[a-z_]+\([^)]*\)(?: #\d+)?", "yellow")
+    shown.highlight_regex(r"group '[^']*'", "blue")
+    return shown
+
+
+_GAP = 2
+_SHORT = 22  # what is not longer stays whole
+
+
+class Column(NamedTuple):
+    """A column of a table; where there is no room for all, those of low worth are left out."""
+
+    heading: str
+    worth: int = 0
+    right: bool = False
+
+
+def grid(columns: Sequence[Column], rows: Sequence[Sequence[Text]], width: int) -> Table:
+    """Lay out rows in as many of the columns as fit; long texts are cut before one goes."""
+    sizes = [
+        max([len(column.heading), *(cell_len(row[i].plain) for row in rows)])
+        for i, column in enumerate(columns)
+    ]
+    kept = list(range(len(columns)))
+    while len(kept) > 3 and _least(sizes[i] for i in kept) > width:
+        kept.remove(min(kept, key=lambda i: columns[i].worth))
+    spare = max(width - _least(sizes[i] for i in kept), 0)
+    table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", pad_edge=False)
+    for i in kept:
+        more = min(max(sizes[i] - _SHORT, 0), spare)
+        spare -= more
+        table.add_column(
+            columns[i].heading,
+            justify="right" if columns[i].right else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            width=min(sizes[i], _SHORT) + more,
+        )
+    for row in rows:
+        table.add_row(*(row[i] for i in kept))
+    return table
+
+
+def _least(sizes: Iterable[int]) -> int:
+    """Return how wide a table must be at least: long texts may be cut, short ones not."""
+    return sum(min(size, _SHORT) + _GAP for size in sizes)
