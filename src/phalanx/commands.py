@@ -28,6 +28,7 @@ COMMANDS = {
     "ps": Command("phalanx.debug.ps", "list the jobs of this user on this machine"),
     "top": Command("phalanx.debug.top", "watch what every rank of a job does"),
     "why": Command("phalanx.debug.why", "say why a job does not move"),
+    "doctor": Command("phalanx.doctor.command", "find what makes jobs slow or fail here"),
     "completion": Command("phalanx.completion", "make a shell complete these commands"),
 }
 
