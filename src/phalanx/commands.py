@@ -25,6 +25,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("phalanx.launch.run", "run a program on several ranks of this machine"),
+    "demo": Command("phalanx.demo.command", "take a tour in a minute"),
     "ps": Command("phalanx.debug.ps", "list the jobs of this user on this machine"),
     "top": Command("phalanx.debug.top", "watch what every rank of a job does"),
     "why": Command("phalanx.debug.why", "say why a job does not move"),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import IO, NamedTuple
 
 from rich.cells import cell_len
@@ -102,3 +104,21 @@ def grid(columns: Sequence[Column], rows: Sequence[Sequence[Text]], width: int) 
 def _least(sizes: Iterable[int]) -> int:
     """Return how wide a table must be at least: long texts may be cut, short ones not."""
     return sum(min(size, _SHORT) + _GAP for size in sizes)
+
+
+@contextmanager
+def tidy() -> Iterator[None]:
+    """Let a block end as by an exception when the process is told to end.
+
+    What shows something live can restore the terminal then.
+    """
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -72,7 +72,8 @@ def run(arguments: Namespace) -> int:
         found = list(findings)
         print(json.dumps(describe(found), indent=2))
     elif console is not None:
-        found = _show(console, findings, arguments.brief)
+        with looks.tidy():
+            found = _show(console, findings, arguments.brief)
     else:
         found = []
         for finding in findings:

@@ -5,8 +5,10 @@ Each runs in a process of its own, so that whatever goes wrong there can be told
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +22,7 @@ from phalanx.doctor.findings import Machine, Said, good, problem
 
 DEADLINE = 60.0  # seconds, on a machine that is very busy
 _SIZE = 2
+_PR_SET_PDEATHSIG = 1
 
 
 def threads(machine: Machine) -> Iterator[Said]:
@@ -93,6 +96,8 @@ def main(kind: str) -> None:
     from phalanx.launch.processes import run_processes
     from phalanx.launch.threads import run_threads
 
+    # Whoever asked may be killed: nothing goes on without it.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     run: Any = run_threads if kind == "threads" else run_processes
     print(json.dumps(min(run(work, _SIZE, timeout=20.0, deadline=50.0))))
 
