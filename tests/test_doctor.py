@@ -18,7 +18,7 @@ import pytest
 
 from phalanx import cli
 from phalanx.doctor import command, memory, network, processors, proof, software
-from phalanx.doctor.findings import Check, Machine, Said, examine, good
+from phalanx.doctor.findings import Check, Host, Said, examine, good
 
 GIB = 1 << 30
 
@@ -29,14 +29,14 @@ class Made:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def __call__(self, files: dict[str, str] | None = None, **parts: Any) -> Machine:
+    def __call__(self, files: dict[str, str] | None = None, **parts: Any) -> Host:
         for name, text in (files or {}).items():
             path = self._root / name.lstrip("/")
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
         parts.setdefault("environment", {})
-        parts.setdefault("cores", frozenset(range(4)))
-        return Machine(root=self._root, **parts)
+        parts.setdefault("cpus", frozenset(range(4)))
+        return Host(root=self._root, **parts)
 
 
 @pytest.fixture
@@ -50,27 +50,23 @@ def only(said: Any) -> Said:
     return one
 
 
-def topology(*siblings: str) -> dict[str, str]:
-    return {
-        f"/sys/devices/system/cpu/cpu{i}/topology/thread_siblings_list": text
-        for i, text in enumerate(siblings)
-    }
+def topology(*cores: int) -> dict[str, str]:
+    """Say to which core each processor belongs."""
+    folder = "/sys/devices/system/cpu/cpu{}/topology/core_id"
+    return {folder.format(i): str(core) for i, core in enumerate(cores)}
 
 
 def test_cores(made: Made) -> None:
-    assert only(processors.cores(made(topology("0", "1", "2", "3")))).grade == "good"
+    assert only(processors.cores(made(topology(0, 1, 2, 3)))).fact.startswith("4 cores;")
 
 
 def test_hyper_threads(made: Made) -> None:
-    said = only(processors.cores(made(topology("0,2", "1,3", "0,2", "1,3"))))
-    assert said.grade == "warning"
-    assert "2 physical cores" in said.fact
-    assert "phalanx run -n 2" in said.advice
+    said = only(processors.cores(made(topology(0, 1, 0, 1))))
+    assert (said.grade, "2 cores with 4 hardware threads" in said.fact) == ("good", True)
 
 
 def test_one_core_of_many(made: Made) -> None:
-    machine = made(topology("0", "1", "2", "3"), cores=frozenset({2}))
-    said = only(processors.cores(machine))
+    said = only(processors.cores(made(topology(0, 1, 2, 3), cpus=frozenset({2}))))
     assert said.grade == "warning"
     assert "1 of 4 processors" in said.fact
 
@@ -157,7 +153,7 @@ def test_numa(made: Made) -> None:
         "/sys/devices/system/node/node2/cpulist": "",
     }
     said = only(processors.numa(made(nodes)))
-    assert "node 0: 2 cores, node 1: 2 cores" in said.fact
+    assert "node 0: 2, node 1: 2" in said.fact
     balancing = {**nodes, "/proc/sys/kernel/numa_balancing": "1"}
     assert [said.grade for said in processors.numa(made(balancing))] == ["good", "warning"]
 
@@ -177,10 +173,10 @@ def meminfo(**kilobytes: int) -> dict[str, str]:
 
 
 def test_memory(made: Made) -> None:
-    machine = made(meminfo(MemTotal=16 << 20, MemAvailable=12 << 20))
-    assert [said.grade for said in memory.memory(machine)] == ["good", "good"]
-    machine = made(meminfo(MemTotal=16 << 20, MemAvailable=1 << 20))
-    assert next(iter(memory.memory(machine))).grade == "warning"
+    host = made(meminfo(MemTotal=16 << 20, MemAvailable=12 << 20))
+    assert [said.grade for said in memory.memory(host)] == ["good", "good"]
+    host = made(meminfo(MemTotal=16 << 20, MemAvailable=1 << 20))
+    assert next(iter(memory.memory(host))).grade == "warning"
 
 
 @pytest.mark.parametrize(
@@ -201,8 +197,8 @@ def test_memory(made: Made) -> None:
     ],
 )
 def test_memory_of_a_container(made: Made, files: dict[str, str]) -> None:
-    machine = made({**meminfo(MemTotal=16 << 20, MemAvailable=12 << 20), **files})
-    _, said = memory.memory(machine)
+    host = made({**meminfo(MemTotal=16 << 20, MemAvailable=12 << 20), **files})
+    _, said = memory.memory(host)
     assert said.grade == "warning"
     assert "2.1 GB" in said.fact
     assert "--memory" in said.advice
@@ -251,8 +247,8 @@ def test_huge_pages(made: Made, private: str, shared: str, grade: str) -> None:
 def test_limits(made: Made) -> None:
     unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     given = {resource.RLIMIT_NOFILE: (256, 4096), resource.RLIMIT_AS: (GIB, GIB)}
-    machine = made(limit=lambda what: given.get(what, unlimited))
-    files, tasks, addresses, locked = memory.limits(machine)
+    host = made(limit=lambda what: given.get(what, unlimited))
+    files, tasks, addresses, locked = memory.limits(host)
     assert (files.grade, files.advice) == ("warning", "ulimit -n 4096")
     assert tasks.grade == locked.grade == "good"
     assert (addresses.grade, addresses.advice) == ("problem", "ulimit -v unlimited")
@@ -393,25 +389,25 @@ def test_backend(made: Made) -> None:
 )
 def test_stacks(made: Made, scope: str, is_root: bool, grade: str) -> None:
     files = {"/proc/sys/kernel/yama/ptrace_scope": scope}
-    machine = made(files, is_root=is_root, version=lambda name: "1")
-    assert only(software.stacks(machine)).grade == grade
+    host = made(files, is_root=is_root, version=lambda name: "1")
+    assert only(software.stacks(host)).grade == grade
 
 
 def test_checks_do_not_hide_each_other(made: Made) -> None:
     forever = threading.Event()
 
-    def hangs(machine: Machine) -> Any:
+    def hangs(host: Host) -> Any:
         forever.wait()
         return []
 
-    def fails(machine: Machine) -> Any:
+    def fails(host: Host) -> Any:
         yield good("so far")
         raise ZeroDivisionError("oh")
 
     checks = [
         Check("hangs", hangs, deadline=0.05),
         Check("fails", fails),
-        Check("fine", lambda machine: [good("yes")]),
+        Check("fine", lambda host: [good("yes")]),
     ]
     hung, failed, fine = examine(made(), checks)
     forever.set()
@@ -435,8 +431,8 @@ def test_a_proof_that_fails_says_why(made: Made, monkeypatch: pytest.MonkeyPatch
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [
-        Check("a", lambda machine: [good("fine")]),
-        Check("b", lambda machine: [Said("warning", "so-so", "do this")]),
+        Check("a", lambda host: [good("fine")]),
+        Check("b", lambda host: [Said("warning", "so-so", "do this")]),
     ]
     monkeypatch.setattr(command, "CHECKS", checks)
     assert cli.main(["doctor"]) == 0
@@ -446,7 +442,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert text.splitlines()[-1] == "1 warning, 1 good"
     assert cli.main(["doctor", "--brief"]) == 0
     assert "fine" not in capsys.readouterr().out
-    checks.append(Check("c", lambda machine: [Said("problem", "bad", "mend it")]))
+    checks.append(Check("c", lambda host: [Said("problem", "bad", "mend it")]))
     assert cli.main(["doctor", "--json"]) == 1
     seen = json.loads(capsys.readouterr().out)
     assert (seen["problems"], seen["warnings"]) == (1, 1)

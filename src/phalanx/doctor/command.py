@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from phalanx.debug.text import printable
 from phalanx.doctor import memory, network, processors, proof, software
-from phalanx.doctor.findings import Check, Finding, Machine, examine
+from phalanx.doctor.findings import Check, Finding, Host, examine
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,7 +67,7 @@ def run(arguments: Namespace) -> int:
     from phalanx.debug import looks
 
     console = None if arguments.json else looks.terminal()
-    findings = examine(Machine(), CHECKS)
+    findings = examine(Host(), CHECKS)
     if arguments.json:
         found = list(findings)
         print(json.dumps(describe(found), indent=2))

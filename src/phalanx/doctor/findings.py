@@ -1,4 +1,4 @@
-"""What a check finds, the machine it looks at, and how checks are run."""
+"""What a check finds, the host it looks at, and how checks are run."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from phalanx.machine import Machine
+
 Grade = Literal["good", "warning", "problem"]
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One fact about a machine. A warning or a problem comes with what to do."""
+    """One fact about a host. A warning or a problem comes with what to do."""
 
     check: str
     grade: Grade
@@ -76,12 +78,12 @@ def _connect(address: str) -> None:
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What checks may ask; made of other parts, it is any machine."""
+class Host:
+    """What checks may ask; made of other parts, it is any host."""
 
     root: Path = Path("/")  # of /proc, /sys and the like
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    cores: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
+    cpus: frozenset[int] = field(default_factory=lambda: frozenset(os.sched_getaffinity(0)))
     hostname: str = field(default_factory=socket.gethostname)
     is_root: bool = field(default_factory=lambda: os.geteuid() == 0)
     resolve: Callable[[str], list[str]] = _resolve
@@ -89,6 +91,11 @@ class Machine:
     limit: Callable[[int], tuple[int, int]] = resource.getrlimit
     version: Callable[[str], str | None] = _version
     entry_points: Callable[[str], list[metadata.EntryPoint]] = _entry_points
+
+    @property
+    def machine(self) -> Machine:
+        """What the launcher knows of it as well."""
+        return Machine(self.root)
 
     def text(self, path: str) -> str | None:
         """Return what stands in a file, or None where there is no such file."""
@@ -107,26 +114,26 @@ class Machine:
 
 
 class Check(NamedTuple):
-    """A question to a machine; it must be answered within `deadline` seconds."""
+    """A question to a host; it must be answered within `deadline` seconds."""
 
     name: str
-    ask: Callable[[Machine], Iterable[Said]]
+    ask: Callable[[Host], Iterable[Said]]
     deadline: float = 5.0
 
 
-def examine(machine: Machine, checks: Iterable[Check]) -> Iterator[Finding]:
+def examine(host: Host, checks: Iterable[Check]) -> Iterator[Finding]:
     """Make checks one after the other. One that fails or hangs is a finding itself."""
     for check in checks:
-        for said in _answers(check, machine):
+        for said in _answers(check, host):
             yield Finding(check.name, *said)
 
 
-def _answers(check: Check, machine: Machine) -> list[Said]:
+def _answers(check: Check, host: Host) -> list[Said]:
     said: list[Said] = []
 
     def ask() -> None:
         try:
-            said.extend(list(check.ask(machine)))
+            said.extend(list(check.ask(host)))
         except Exception as error:
             place = traceback.extract_tb(error.__traceback__)[-1]
             said.append(

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from phalanx.debug.text import amount
 from phalanx.doctor import cgroups
-from phalanx.doctor.findings import Machine, Said, good, problem, warning
+from phalanx.doctor.findings import Host, Said, good, problem, warning
 
 _GIB = 1 << 30
 
 
-def memory(machine: Machine) -> Iterator[Said]:
+def memory(host: Host) -> Iterator[Said]:
     """See how much memory is left, to this process' cgroup as well."""
-    facts = _meminfo(machine)
+    facts = _meminfo(host)
     available, total = facts.get("MemAvailable", 0), facts.get("MemTotal", 0)
     if total and available < max(total // 10, _GIB // 2):
         yield warning(
@@ -27,22 +27,22 @@ def memory(machine: Machine) -> Iterator[Said]:
         )
     else:
         yield good(f"{amount(available, 'B')} of {amount(total, 'B')} are available")
-    limit = cgroups.memory(machine)
-    if limit is None or limit[0] >= total > 0:
-        yield good("no cgroup limits it")
-    elif limit[0] - limit[1] < _GIB:
+    limit, used = host.machine.memory_limit(), cgroups.memory_used(host)
+    if limit is None or limit >= total > 0:
+        yield good("no control group limits it")
+    elif limit - used < _GIB:
         yield warning(
-            f"the container may use {amount(limit[0], 'B')}, of which {amount(limit[1], 'B')} are "
-            "used (also by cached files); beyond that the system kills a rank",
+            f"the container may use {amount(limit, 'B')} and uses {amount(used, 'B')} (cached "
+            "files count); beyond that the system kills a rank",
             "raise it: docker run --memory 8g",
         )
     else:
-        yield good(f"the container may use {amount(limit[0], 'B')}, used {amount(limit[1], 'B')}")
+        yield good(f"the container may use {amount(limit, 'B')} and uses {amount(used, 'B')}")
 
 
-def swap(machine: Machine) -> Iterator[Said]:
+def swap(host: Host) -> Iterator[Said]:
     """See whether memory is being swapped out."""
-    facts = _meminfo(machine)
+    facts = _meminfo(host)
     total = facts.get("SwapTotal", 0)
     used = total - facts.get("SwapFree", 0)
     if used > max(total // 10, 64 << 20):
@@ -54,9 +54,9 @@ def swap(machine: Machine) -> Iterator[Said]:
         yield good(f"{amount(used, 'B')} of {amount(total, 'B')} used" if total else "none")
 
 
-def shared_files(machine: Machine) -> Iterator[Said]:
+def shared_files(host: Host) -> Iterator[Said]:
     """See how large /dev/shm is. Phalanx does without it; workers of DataLoader do not."""
-    path = machine.root / "dev/shm"
+    path = host.root / "dev/shm"
     try:
         size = os.statvfs(path)
     except OSError:
@@ -78,7 +78,7 @@ def judge_shared_files(total: int, free: int) -> Said:
     return good(fact)
 
 
-def memfd(machine: Machine) -> Iterator[Said]:
+def memfd(host: Host) -> Iterator[Said]:
     """Make shared memory as a rank does, and reach it as another rank does."""
     advice = "let the sandbox allow memfd_create and /proc/PID/fd; see also: sysctl vm.memfd_noexec"
     try:
@@ -104,11 +104,11 @@ def memfd(machine: Machine) -> Iterator[Said]:
         yield problem("what is written to shared memory is not read there", advice)
 
 
-def huge_pages(machine: Machine) -> Iterator[Said]:
+def huge_pages(host: Host) -> Iterator[Said]:
     """See whether large tensors get large pages."""
     folder = "/sys/kernel/mm/transparent_hugepage"
-    private = _chosen(machine.text(f"{folder}/enabled"))
-    shared = _chosen(machine.text(f"{folder}/shmem_enabled"))
+    private = _chosen(host.text(f"{folder}/enabled"))
+    shared = _chosen(host.text(f"{folder}/shmem_enabled"))
     if private is None:
         yield good("the system has none")
         return
@@ -124,9 +124,9 @@ def huge_pages(machine: Machine) -> Iterator[Said]:
         yield good(fact)
 
 
-def limits(machine: Machine) -> Iterator[Said]:
+def limits(host: Host) -> Iterator[Said]:
     """See what a process may have: files, processes, addresses."""
-    files, most = machine.limit(resource.RLIMIT_NOFILE)
+    files, most = host.limit(resource.RLIMIT_NOFILE)
     if 0 <= files < 1024:
         allowed = "unlimited" if most == resource.RLIM_INFINITY else most
         yield warning(
@@ -135,30 +135,30 @@ def limits(machine: Machine) -> Iterator[Said]:
         )
     else:
         yield good(f"{_spell(files)} open files per process")
-    tasks = cgroups.processes(machine)
-    of_user, _ = machine.limit(resource.RLIMIT_NPROC)
+    tasks = cgroups.processes(host)
+    of_user, _ = host.limit(resource.RLIMIT_NPROC)
     if tasks is not None and tasks[0] - tasks[1] < 256:
         yield warning(
             f"the container may have {tasks[0]} processes and threads, and has {tasks[1]}",
             "docker run --pids-limit 4096",
         )
-    elif 0 <= of_user < 512 and not machine.is_root:
+    elif 0 <= of_user < 512 and not host.is_root:
         yield warning(f"{of_user} processes and threads per user", "ulimit -u 4096")
     else:
         yield good(f"{_spell(of_user)} processes and threads per user")
-    addresses, _ = machine.limit(resource.RLIMIT_AS)
+    addresses, _ = host.limit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY:
         yield problem(
             f"{amount(addresses, 'B')} of addresses per process; each rank maps the memory of the "
             "others, which takes addresses though no memory",
             "ulimit -v unlimited",
         )
-    locked, _ = machine.limit(resource.RLIMIT_MEMLOCK)
+    locked, _ = host.limit(resource.RLIMIT_MEMLOCK)
     locked_text = "unlimited" if locked == resource.RLIM_INFINITY else amount(locked, "B")
     yield good(f"{locked_text} of locked memory (Phalanx locks none)")
 
 
-def scratch(machine: Machine) -> Iterator[Said]:
+def scratch(host: Host) -> Iterator[Said]:
     """See whether temporary files can be written: ranks meet in one."""
     try:
         folder = Path(tempfile.gettempdir())
@@ -176,10 +176,10 @@ def scratch(machine: Machine) -> Iterator[Said]:
         yield good(f"{amount(left, 'B')} left in {folder}")
 
 
-def _meminfo(machine: Machine) -> dict[str, int]:
+def _meminfo(host: Host) -> dict[str, int]:
     """Return what /proc/meminfo says, in bytes."""
     facts = {}
-    for line in (machine.text("/proc/meminfo") or "").splitlines():
+    for line in (host.text("/proc/meminfo") or "").splitlines():
         name, _, value = line.partition(":")
         facts[name] = int(value.split()[0]) * 1024
     return facts

@@ -18,19 +18,19 @@ from typing import Any
 
 import phalanx
 from phalanx.debug.text import duration
-from phalanx.doctor.findings import Machine, Said, good, problem
+from phalanx.doctor.findings import Host, Said, good, problem
 
 DEADLINE = 60.0  # seconds, on a machine that is very busy
 _SIZE = 2
 _PR_SET_PDEATHSIG = 1
 
 
-def threads(machine: Machine) -> Iterator[Said]:
+def threads(host: Host) -> Iterator[Said]:
     """Let two ranks that are threads reduce a tensor."""
     yield _outcome("threads")
 
 
-def processes(machine: Machine) -> Iterator[Said]:
+def processes(host: Host) -> Iterator[Said]:
     """Let two ranks that are processes reduce a tensor."""
     yield _outcome("processes")
 

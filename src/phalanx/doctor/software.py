@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from phalanx.doctor.findings import Machine, Said, good, problem, warning
+from phalanx.doctor.findings import Host, Said, good, problem, warning
 from phalanx.extras import install
 
 # From the oldest torch that can work to the newest that all tests have passed with.
@@ -16,7 +16,7 @@ OLDEST_TORCH, NEWEST_TORCH = (2, 10), (2, 13)
 OLDEST_PYTHON = (3, 10)
 
 
-def python(machine: Machine) -> Iterator[Said]:
+def python(host: Host) -> Iterator[Said]:
     """Tell which Python runs this, on which system."""
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
     fact = f"Python {platform.python_version()} on {system}"
@@ -26,9 +26,9 @@ def python(machine: Machine) -> Iterator[Said]:
         yield good(fact)
 
 
-def torch(machine: Machine) -> Iterator[Said]:
+def torch(host: Host) -> Iterator[Said]:
     """See whether torch is one that Phalanx was tested with."""
-    version = machine.version("torch")
+    version = host.version("torch")
     if version is None:
         yield problem("torch is not installed", f"pip install 'torch>={_dotted(OLDEST_TORCH)}'")
         return
@@ -46,14 +46,14 @@ def torch(machine: Machine) -> Iterator[Said]:
         yield good(f"torch {version}")
 
 
-def others(machine: Machine) -> Iterator[Said]:
+def others(host: Host) -> Iterator[Said]:
     """Tell which of the packages are there that some commands need."""
-    numpy = machine.version("numpy")
+    numpy = host.version("numpy")
     if numpy is None:
         yield problem("numpy is not installed", "pip install numpy")
     else:
         yield good(f"numpy {numpy}")
-    mpi4py = machine.version("mpi4py")
+    mpi4py = host.version("mpi4py")
     if mpi4py is None:
         yield good(f"no mpi4py; phalanx bench --against mpi needs it: {install('bench')}")
     elif _launcher() is None:
@@ -67,7 +67,7 @@ def _launcher() -> str | None:
     return str(beside) if beside.exists() else shutil.which("mpirun")
 
 
-def core(machine: Machine) -> Iterator[Said]:
+def core(host: Host) -> Iterator[Said]:
     """Load the native core and ask which vector instructions it uses."""
     try:
         from phalanx import _native
@@ -87,15 +87,15 @@ def core(machine: Machine) -> Iterator[Said]:
         yield good(f"the native core reduces with {instructions}")
 
 
-def backend(machine: Machine) -> Iterator[Said]:
+def backend(host: Host) -> Iterator[Said]:
     """See whether torch finds the backend "phalanx" when it is imported."""
-    if machine.environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+    if host.environment.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         yield warning(
             "TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch does not look for backends",
             'unset TORCH_DEVICE_BACKEND_AUTOLOAD, or "import phalanx.torch_backend" in the program',
         )
         return
-    entries = [entry for entry in machine.entry_points("torch.backends") if entry.name == "phalanx"]
+    entries = [entry for entry in host.entry_points("torch.backends") if entry.name == "phalanx"]
     advice = 'pip install phalanx, or "import phalanx.torch_backend" in the program'
     if not entries:
         yield warning(
@@ -110,13 +110,13 @@ def backend(machine: Machine) -> Iterator[Said]:
     yield good('torch finds the backend "phalanx" by itself')
 
 
-def stacks(machine: Machine) -> Iterator[Said]:
+def stacks(host: Host) -> Iterator[Said]:
     """See whether `phalanx why` can show the Python stacks of ranks."""
-    if machine.version("py-spy") is None and shutil.which("py-spy") is None:
+    if host.version("py-spy") is None and shutil.which("py-spy") is None:
         yield good(f"no py-spy; with it, phalanx why shows stacks: {install('why')}")
         return
-    scope = machine.number("/proc/sys/kernel/yama/ptrace_scope")
-    if scope in (None, 0) or (scope in (1, 2) and machine.is_root):
+    scope = host.number("/proc/sys/kernel/yama/ptrace_scope")
+    if scope in (None, 0) or (scope in (1, 2) and host.is_root):
         yield good("py-spy may look at ranks")
     else:
         yield warning(
