@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.control import Control
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.rule import Rule
+from rich.segment import ControlType
 from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
@@ -135,7 +137,8 @@ class Stage:
             return
         self.console.print(Text("\n any key goes on, q ends ", "dim"), end="")
         key = _key(sys.stdin.fileno())
-        self.console.print("\r\x1b[K", end="", highlight=False, markup=False)
+        erase = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
+        self.console.control(erase)
         if key in (b"q", b"Q", b"\x1b", b"\x04", b""):
             raise Quit
 
