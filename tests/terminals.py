@@ -11,6 +11,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Sequence
 
 # What would keep the table from being drawn as on any terminal.
 UNWANTED = {"COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"}
@@ -22,14 +23,20 @@ DOWN, ESCAPE = "\x1b[B", "\x1b"
 class Terminal:
     """A command on a terminal, as somebody who sits at it sees it."""
 
-    def __init__(self, *arguments: object, columns: int = 120, lines: int = 30) -> None:
+    def __init__(
+        self,
+        *arguments: object,
+        command: Sequence[str] = (sys.executable, "-m", "phalanx"),
+        columns: int = 120,
+        lines: int = 30,
+    ) -> None:
         self._ours, theirs = pty.openpty()
         self.resize(columns, lines)
         self.before = termios.tcgetattr(theirs)
         self.seen = ""
         environment = {name: v for name, v in os.environ.items() if name not in UNWANTED}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx", *map(str, arguments)],
+            [*command, *map(str, arguments)],
             stdin=theirs,
             stdout=theirs,
             stderr=theirs,

@@ -191,7 +191,7 @@ class Live:
         found = self.rows()
         shown = [row.rank for row in found]
         at = shown.index(self.rank) if self.rank in shown else 0
-        said = _verdict(self.job).wrap(Console(width=width), width)
+        said = _verdict(self.job).wrap(Console(width=width), width)[: max(height // 6, 1)]
         room = height - len(said) - 5  # two lines above, the heading, one below, the keys
         detailed = bool(found) and room - _DETAIL >= min(len(found), 8)
         room = max(room - (_DETAIL if detailed else 0), 1)
@@ -202,7 +202,7 @@ class Live:
             _grid(self.job, window, width, self.rank),
         ]
         if len(found) > len(window):
-            parts.append(Text(f"{first + 1} to {first + len(window)} of {len(found)}", "dim"))
+            parts.append(Text(f"{first + 1} to {first + len(window)} of {len(found)} ranks", "dim"))
         elif not found:
             parts.append(Text(f"none of the ranks is to be shown: {self.show}", "dim"))
         parts += said

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 from rich.cells import cell_len
 from rich.console import Console
@@ -34,10 +35,11 @@ _STYLES = {
 _ENDINGS = {"gone": "bold red", "failed": "bold red", "stopped": "magenta"}  # "rank 2 gone"
 
 
-def terminal(file: IO[str] | None = None) -> Console | None:
-    """Return a console if the output can show colours and be written to in place, else None."""
-    console = Console(file=file, highlight=False)
-    return console if console.is_terminal and not console.is_dumb_terminal else None
+def terminal() -> Console | None:
+    """Return a console if the output is a terminal that can be written to in place, else None."""
+    console = Console(highlight=False)
+    # A console may be told to take a pipe for a terminal, for its colours; a pipe it is.
+    return console if sys.stdout.isatty() and not console.is_dumb_terminal else None
 
 
 def style(state: str) -> str:
@@ -84,17 +86,17 @@ def grid(columns: Sequence[Column], rows: Sequence[Sequence[Text]], width: int) 
     kept = list(range(len(columns)))
     while len(kept) > 3 and _least(sizes[i] for i in kept) > width:
         kept.remove(min(kept, key=lambda i: columns[i].worth))
-    spare = max(width - _least(sizes[i] for i in kept), 0)
+    widths = {i: sizes[i] for i in kept}
+    while sum(widths.values()) + _GAP * len(widths) > width and max(widths.values()) > 1:
+        widths[max(kept, key=lambda i: widths[i])] -= 1
     table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", pad_edge=False)
-    for i in kept:
-        more = min(max(sizes[i] - _SHORT, 0), spare)
-        spare -= more
+    for i, size in widths.items():
         table.add_column(
             columns[i].heading,
             justify="right" if columns[i].right else "left",
             no_wrap=True,
             overflow="ellipsis",
-            width=min(sizes[i], _SHORT) + more,
+            width=size,
         )
     for row in rows:
         table.add_row(*(row[i] for i in kept))

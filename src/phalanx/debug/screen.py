@@ -119,8 +119,9 @@ class Screen:
         """
         limit = time.monotonic() + timeout
         while True:
-            if self._typed and (key := self._next()):
-                return key
+            while self._typed:
+                if key := self._next():
+                    return key
             sources = [self._notes] if self._input is None else [self._notes, self._input]
             left = max(limit - time.monotonic(), 0)
             ready, _, _ = select.select(sources, [], [], left)

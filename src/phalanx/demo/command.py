@@ -9,11 +9,10 @@ import importlib
 import shutil
 import sys
 import tempfile
+import time
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from phalanx.debug.text import duration
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -30,7 +29,7 @@ EXAMPLES = [
 # The programs are copied out of the package: errors name lines of users' files, not of ours.
 _MODULE = "phalanx_tour"
 _STEPS, _FEWER_STEPS = 600, 400
-_SIZES = [4, 64 << 10, 4 << 20]
+_SIZES = {"4 B": 4, "64 KiB": 64 << 10, "4 MiB": 4 << 20}
 
 
 def configure(parser: ArgumentParser) -> None:
@@ -101,20 +100,17 @@ def _bugs(stage: Stage, tour: Any) -> None:
 
 def _fail(stage: Stage, program: Any, size: int) -> None:
     """Run a program that is wrong, and show what one of its ranks gets."""
-    import time
-
     import phalanx
 
     start = time.monotonic()
     outcomes: list[Any] = phalanx.run_threads(program, size, return_exceptions=True)
-    took = duration(time.monotonic() - start)
+    took = f"{(time.monotonic() - start) * 1e3:.0f} ms"
     kinds = {type(outcome).__name__ for outcome in outcomes}
     title = f"{' and '.join(sorted(kinds))} on all {size} ranks, after {took}"
     stage.error(title, str(outcomes[-1]))
 
 
 def _race(stage: Stage, folder: str, seconds: float) -> None:
-    from phalanx.debug.text import amount
     from phalanx.demo import gloo
     from phalanx.errors import DistError
     from phalanx.launch.processes import run_processes
@@ -128,14 +124,15 @@ def _race(stage: Stage, folder: str, seconds: float) -> None:
         "turns. (phalanx bench measures more, and better.)"
     )
     try:
-        times = run_processes(gloo.race, 2, folder, _SIZES, seconds, deadline=60)
+        with stage.busy("racing ..."):
+            times = run_processes(gloo.race, 2, folder, list(_SIZES.values()), seconds, deadline=60)
     except (DistError, RuntimeError) as error:
         stage.error("The race could not be held", str(error))
         return
     rows = []
     for size, ranks in zip(_SIZES, zip(*times, strict=True), strict=True):
         ours, theirs = (max(taken) for taken in zip(*ranks, strict=True))
-        rows.append([amount(size, "B"), _time(ours), _time(theirs), f"{theirs / ours:.1f}x"])
+        rows.append([size, _time(ours), _time(theirs), f"{theirs / ours:.1f}x"])
     stage.table(["all_reduce of", "Phalanx", "Gloo", "faster by"], rows, best=3)
 
 

@@ -40,7 +40,7 @@ def train(steps: int) -> Generator[float, None, nn.Module]:
     points, labels = spirals()
     mine = slice(dist.get_rank(), None, dist.get_world_size())  # each rank has its share
 
-    torch.manual_seed(dist.get_rank())  # the ranks start with different weights: DDP makes them one
+    torch.manual_seed(dist.get_rank())  # weights differ at first: DDP makes them the same
     layers = nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1)
     model = DDP(nn.Sequential(*layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

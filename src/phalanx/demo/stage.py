@@ -9,6 +9,7 @@ import termios
 import textwrap
 import tty
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rich.console import Console
@@ -95,6 +96,10 @@ class Stage:
             print(text, flush=True)
         else:
             self.console.print(text, width=self.width)
+
+    def busy(self, text: str) -> AbstractContextManager[object]:
+        """Show that something takes its time."""
+        return nullcontext() if self.console is None else self.console.status(text)
 
     def error(self, title: str, message: str) -> None:
         """Show an error and who got it."""
