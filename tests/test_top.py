@@ -131,7 +131,7 @@ def test_selecting(live: Live) -> None:
     assert live.rank == SIZE - 12
     press(live, "home", "up")
     assert live.rank == 0
-    assert "group 'world': 3 collectives, 0 messages" in "\n".join(picture(live))
+    assert "group 'world': collectives: 3, messages: 0" in "\n".join(picture(live))
 
 
 def test_showing_some(live: Live) -> None:

@@ -25,12 +25,12 @@ _COLUMNS = [
     looks.Column("STATE", 9),
     looks.Column("FOR", 8, right=True),
     looks.Column("GROUP", 4),
-    looks.Column("OPERATION", 9),
+    looks.Column("OPERATION", 9, least=30),
     looks.Column("SEQ", 3, right=True),
     looks.Column("WAITS FOR", 7),
     looks.Column("OP/S", 1, right=True),
     looks.Column("BYTES/S", 0, right=True),
-    looks.Column("CALL SITE", 6),
+    looks.Column("CALL SITE", 6, least=26),
 ]
 _HELP = [
     ("↑ ↓  k j", "select a rank; Home, End and the page keys work too"),
@@ -223,7 +223,7 @@ class Live:
             seat = group.seat(number)
             if seat is None or seat.last is None:
                 continue
-            counts = f"{seat.collectives} collectives, {seat.messages} messages; last: "
+            counts = f"collectives: {seat.collectives}, messages: {seat.messages}; last: "
             said = f"group '{printable(group.name)}': {counts}{printable(seat.last.account)}"
             lines.append(looks.account(said))
         for line in lines:
@@ -260,7 +260,7 @@ def _head(job: Job, found: list[top.Row], paused: bool = False) -> list[Text]:
     operations = sum(row.operations_per_second for row in found)
     volume = sum(row.bytes_per_second for row in found)
     second = Text(f"{top.census(job)}  {amount(operations)} op/s  {amount(volume, 'B')}/s  ", "dim")
-    second.append(printable(job.command))
+    second.append(printable(job.short_command))
     for line in (first, second):
         line.no_wrap, line.overflow = True, "ellipsis"
     return [first, second]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -66,15 +66,18 @@ def account(text: str) -> Text:
 
 
 _GAP = 2
-_SHORT = 22  # what is not longer stays whole
 
 
 class Column(NamedTuple):
-    """A column of a table; where there is no room for all, those of low worth are left out."""
+    """A column of a table; where there is no room for all, those of low worth are left out.
+
+    Texts are cut to `least` characters before a column goes.
+    """
 
     heading: str
     worth: int = 0
     right: bool = False
+    least: int = 22
 
 
 def grid(columns: Sequence[Column], rows: Sequence[Sequence[Text]], width: int) -> Table:
@@ -83,8 +86,9 @@ def grid(columns: Sequence[Column], rows: Sequence[Sequence[Text]], width: int) 
         max([len(column.heading), *(cell_len(row[i].plain) for row in rows)])
         for i, column in enumerate(columns)
     ]
+    needed = [min(size, column.least) + _GAP for size, column in zip(sizes, columns, strict=True)]
     kept = list(range(len(columns)))
-    while len(kept) > 3 and _least(sizes[i] for i in kept) > width:
+    while len(kept) > 3 and sum(needed[i] for i in kept) > width:
         kept.remove(min(kept, key=lambda i: columns[i].worth))
     widths = {i: sizes[i] for i in kept}
     while sum(widths.values()) + _GAP * len(widths) > width and max(widths.values()) > 1:
@@ -101,11 +105,6 @@ def grid(columns: Sequence[Column], rows: Sequence[Sequence[Text]], width: int) 
     for row in rows:
         table.add_row(*(row[i] for i in kept))
     return table
-
-
-def _least(sizes: Iterable[int]) -> int:
-    """Return how wide a table must be at least: long texts may be cut, short ones not."""
-    return sum(min(size, _SHORT) + _GAP for size in sizes)
 
 
 @contextmanager

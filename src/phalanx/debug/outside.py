@@ -16,6 +16,7 @@ from typing import Any
 
 from phalanx import _native
 from phalanx.commands import CommandError
+from phalanx.debug.text import duration, printable
 
 _HEAP = "/memfd:phalanx-heap"
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -157,6 +158,18 @@ class Job:
         own = (line for line in lines if "from multiprocessing." not in line)
         return next(own, lines[0])
 
+    @property
+    def title(self) -> str:
+        """What it is: "4 ranks, 16 s old: python train.py"."""
+        ranks = "1 rank" if len(self.ranks) == 1 else f"{len(self.ranks)} ranks"
+        return f"{ranks}, {duration(self.age)} old: {printable(self.short_command)}"
+
+    @property
+    def short_command(self) -> str:
+        """The command line without the folder of its program."""
+        program, _, rest = self.command.partition(" ")
+        return f"{os.path.basename(program)} {rest}".rstrip()
+
     def last_operation(self, rank: int) -> tuple[Group, Operation] | None:
         """Return what a rank did last in any group."""
         made = [
@@ -222,11 +235,11 @@ def find(wanted: str | None = None) -> Job:
     if not jobs:
         what = "no job is running" if wanted is None else f"there is no job '{wanted}'"
         raise JobNotFound(f"{what}; jobs of this user on this machine: {known}" + _notes(view))
-    several = ", ".join(job.name for job in jobs)
+    several = "".join(f"\n  {job.name}  {job.title}" for job in jobs)
     raise JobNotFound(
-        f"{len(jobs)} jobs are running, name one of them: {several}"
+        f"{len(jobs)} jobs are running, name one of them:{several}"
         if wanted is None
-        else f"'{wanted}' may mean any of these jobs: {several}"
+        else f"'{wanted}' may mean any of these jobs:{several}"
     )
 
 

@@ -20,6 +20,8 @@ _COLUMNS = {
     "COMMAND": 3,
 }
 
+_LEAST = 40  # characters of the command are worth more than other columns
+
 EXAMPLES = [
     ("phalanx ps", "one line for each job"),
     ("phalanx ps --json", "the same, for programs"),
@@ -48,7 +50,7 @@ def run(arguments: Namespace) -> int:
     if console is None:
         print("\n".join(table([list(_COLUMNS), *rows])))
         return 0
-    columns = [looks.Column(name, worth) for name, worth in _COLUMNS.items()]
+    columns = [looks.Column(name, worth, least=_LEAST) for name, worth in _COLUMNS.items()]
     texts = [[looks.plain(cell) for cell in row] for row in rows]
     for name, _, kind, pids, _, state, _ in texts:
         name.stylize("bold")
@@ -68,7 +70,7 @@ def _cells(job: outside.Job) -> list[str]:
         " ".join(pids if len(pids) <= 4 else [*pids[:2], "...", pids[-1]]),
         duration(job.age),
         verdict.summary(job),
-        job.command,
+        job.short_command,
     ]
 
 
