@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from outside_worlds import PROGRAMS, look_until, running, waits_long
 from terminals import ALTERNATE, DOWN, ESCAPE, MAIN, Terminal
 
 from phalanx import cli
+from phalanx.debug import outside
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,7 @@ def test_top_answers_keys(hanging: int) -> None:
 def test_top_follows_the_size_of_its_terminal(hanging: int) -> None:
     with Terminal("top", hanging, "--interval", "30") as terminal:
         assert "CALL SITE" in terminal.until("help")
-        terminal.resize(60, 12)
+        terminal.resize(70, 12)
         small = terminal.until("RANK", "show")
         assert "CALL SITE" not in small
         assert "WAITS FOR" in small
@@ -150,6 +152,33 @@ def test_why(hanging: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert reason["cause"] == "waiting"
     assert reason["ranks"] == [2]
     assert reason["stacks"] or reason["no_stacks"]
+
+
+def test_a_job_has_the_name_that_its_launcher_tells(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, phalanx as dist\ndist.init_process_group()\ndist.barrier()\ntime.sleep(300)\n"
+    )
+    command = [sys.executable, "-m", "phalanx", "run", "-n", "2", str(script)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            assert launcher.stderr is not None
+            name = launcher.stderr.readline().partition("job ")[2].partition(":")[0]
+            job = look_until(launcher.pid, lambda job: job.last_operation(1) is not None)
+            assert job.name == name
+            assert json.loads(phalanx("top", name[:6], "--once", "--json"))["job"] == name
+            (shown,) = (line for line in phalanx("ps").splitlines() if name in line)
+            assert f"phalanx run -n 2 {script}" in shown
+        finally:
+            launcher.terminate()
+
+
+def test_worlds_of_one_launch_are_told_apart() -> None:
+    job = outside.Job("0123456789abcdef", False, 0, 0, "", [], [], launched_as="feedbeef")
+    assert job.name == "feedbeef"
+    assert job.answers_to("feed")
+    assert job.answers_to("0123")
+    assert replace(job, is_one_of_several=True).name == "feedbeef/0123"
 
 
 def test_a_job_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

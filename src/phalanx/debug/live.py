@@ -25,12 +25,12 @@ _COLUMNS = [
     looks.Column("STATE", 9),
     looks.Column("FOR", 8, right=True),
     looks.Column("GROUP", 4),
-    looks.Column("OPERATION", 9, least=30),
+    looks.Column("OPERATION", 9, least=26),
     looks.Column("SEQ", 3, right=True),
     looks.Column("WAITS FOR", 7),
     looks.Column("OP/S", 1, right=True),
     looks.Column("BYTES/S", 0, right=True),
-    looks.Column("CALL SITE", 6, least=26),
+    looks.Column("CALL SITE", 6),
 ]
 _HELP = [
     ("↑ ↓  k j", "select a rank; Home, End and the page keys work too"),
