@@ -6,6 +6,7 @@
 
 #include "bindings_tensor.hpp"
 #include "copies.hpp"
+#include "kernels.hpp"
 
 namespace nb = nanobind;
 using namespace phalanx;
@@ -94,4 +95,6 @@ std::vector<double> copy_tensors(nb::handle dsts, nb::handle srcs, bool measure)
 void bind_copies(nb::module_& m) {
   m.def("copy_all", &copy_tensors, nb::arg("dsts"), nb::arg("srcs"), nb::arg("measure"),
         "Copy each source to its destination, and return the sums of squares if asked to.");
+  m.def("instructions", &instructions,
+        "Name the vector instructions that reductions use on this machine.");
 }

@@ -39,6 +39,8 @@ bool normalises(DType dtype, Reduce op) { return dtype == DType::Bool || op == R
 
 std::span<const Table* const> tables() { return {available.tables, available.count}; }
 
+const char* instructions() { return tables().front()->isa; }
+
 const char* name(DType dtype) {
   constexpr const char* names[] = {"bool",
                                    "uint8",

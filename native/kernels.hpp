@@ -42,6 +42,9 @@ bool measurable(DType dtype);
 // summation depends on `count` alone. Throws Failure(Kind::Invalid) if they are not measurable.
 double sum_of_squares(DType dtype, const void* data, size_t count);
 
+// The instructions that the kernels use on this machine: "avx512", "avx2" or "baseline".
+const char* instructions();
+
 // From this many bytes on, `copy` writes around the caches. Measured against memcpy, one core, L2
 // of 2 MB: a quarter to two thirds faster from 2 MB on if nobody reads the destination soon, but a
 // tenth slower from 4 to 16 MB if it is read at once; at 64 MB it was faster either way.

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from outside_worlds import PROGRAMS, look_until, running, waits_long
+from terminals import ALTERNATE, DOWN, ESCAPE, MAIN, Terminal
 
 from phalanx import cli
-from phalanx.debug import top
+from phalanx.debug import outside
 
 
 @pytest.fixture(scope="module")
@@ -56,26 +58,89 @@ def test_top_once(hanging: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert [rank["waits_for"] for rank in seen["ranks"]] == [[1, 2], [2], [], [1, 2]]
 
 
-def test_top_refreshes_a_terminal_in_place(hanging: int) -> None:
-    ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "phalanx", "top", str(hanging), "--interval", "0.1"]
-    with subprocess.Popen(command, stdout=theirs, stdin=theirs) as process:
-        os.close(theirs)
-        seen = b""
-        while seen.count(top.HOME.encode()) < 3:
-            seen += os.read(ours, 1 << 16)
-        process.send_signal(signal.SIGINT)
-        while True:
-            try:
-                if not (more := os.read(ours, 1 << 16)):
-                    break
-            except OSError:  # the other side is closed
-                break
-            seen += more
-    os.close(ours)
-    assert process.returncode == 0
-    assert b"straggler: rank 2" in seen
-    assert seen.rstrip().endswith(top.SHOW_CURSOR.encode())
+def test_top_answers_keys(hanging: int) -> None:
+    with Terminal("top", hanging, "--interval", "0.1") as terminal:
+        terminal.until("waiting for rank 2", "straggler", "sort: rank")
+        terminal.press("s")
+        terminal.until("sort: wait")
+        terminal.press("f")
+        terminal.until("show: waiting")
+        terminal.press("p")
+        terminal.until("paused", "go on")
+        terminal.press("f f")  # and on again
+        terminal.until("show: all", "pause")
+        terminal.press("sss" + "k" * 4 + DOWN + "j")
+        terminal.until("\x1b[1mrank 2\x1b[0m  \x1b[36msleeping")  # the line about the selected one
+        terminal.press("?")
+        terminal.until("select a rank")
+        terminal.press(ESCAPE)
+        terminal.until("sort:")
+        terminal.press("\r")
+        terminal.until("why: job", "Look at what keeps rank 2")
+        terminal.press("q")
+        terminal.until("sort:")
+        terminal.press("q")
+        assert terminal.end() == 0
+
+
+def test_top_follows_the_size_of_its_terminal(hanging: int) -> None:
+    with Terminal("top", hanging, "--interval", "30") as terminal:
+        assert "CALL SITE" in terminal.until("help")
+        terminal.resize(70, 12)
+        small = terminal.until("RANK", "show")
+        assert "CALL SITE" not in small
+        assert "WAITS FOR" in small
+        terminal.press("q")
+        assert terminal.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        (signal.SIGINT, 0),
+        (signal.SIGTERM, -signal.SIGTERM),
+        (signal.SIGHUP, -signal.SIGHUP),
+    ],
+)
+def test_top_gives_the_terminal_back(hanging: int, number: int, code: int) -> None:
+    with Terminal("top", hanging) as terminal:
+        terminal.until("straggler")
+        terminal.process.send_signal(number)
+        assert terminal.end() == code
+
+
+def test_top_can_be_put_aside(hanging: int) -> None:
+    with Terminal("top", hanging, "--interval", "0.1") as terminal:
+        terminal.until("straggler")
+        terminal.process.send_signal(signal.SIGTSTP)
+        terminal.until(MAIN)
+        _, status = os.waitpid(terminal.process.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        terminal.process.send_signal(signal.SIGCONT)
+        terminal.until(ALTERNATE, "straggler")
+        terminal.press("q")
+        assert terminal.end() == 0
+
+
+def test_top_says_when_the_job_ends(tmp_path: Path) -> None:
+    with ExitStack() as job:
+        pid = job.enter_context(running("move", tmp_path))
+        look_until(pid, lambda job: True)
+        with Terminal("top", pid, "--interval", "0.1") as terminal:
+            terminal.until("op/s")
+            job.close()
+            terminal.until("has ended")
+            assert terminal.end() == 0
+
+
+def test_looking_needs_no_torch(hanging: int) -> None:
+    code = (
+        "import sys; from phalanx import cli\n"
+        f"for command in (['ps'], ['top', '{hanging}', '--once'], ['why', '{hanging}']):\n"
+        "    assert cli.main(command) == 0\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
 def test_why(hanging: int, capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,6 +152,33 @@ def test_why(hanging: int, capsys: pytest.CaptureFixture[str]) -> None:
     assert reason["cause"] == "waiting"
     assert reason["ranks"] == [2]
     assert reason["stacks"] or reason["no_stacks"]
+
+
+def test_a_job_has_the_name_that_its_launcher_tells(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time, phalanx as dist\ndist.init_process_group()\ndist.barrier()\ntime.sleep(300)\n"
+    )
+    command = [sys.executable, "-m", "phalanx", "run", "-n", "2", str(script)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as launcher:
+        try:
+            assert launcher.stderr is not None
+            name = launcher.stderr.readline().partition("job ")[2].partition(":")[0]
+            job = look_until(launcher.pid, lambda job: job.last_operation(1) is not None)
+            assert job.name == name
+            assert json.loads(phalanx("top", name[:6], "--once", "--json"))["job"] == name
+            (shown,) = (line for line in phalanx("ps").splitlines() if name in line)
+            assert f"phalanx run -n 2 {script}" in shown
+        finally:
+            launcher.terminate()
+
+
+def test_worlds_of_one_launch_are_told_apart() -> None:
+    job = outside.Job("0123456789abcdef", False, 0, 0, "", [], [], launched_as="feedbeef")
+    assert job.name == "feedbeef"
+    assert job.answers_to("feed")
+    assert job.answers_to("0123")
+    assert replace(job, is_one_of_several=True).name == "feedbeef/0123"
 
 
 def test_a_job_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -81,6 +81,9 @@ def copy_all(dsts: Sequence[Tensor], srcs: Sequence[Tensor], measure: bool) -> l
     copied if a pair does not fit.
     """
 
+def instructions() -> str:
+    """Name the vector instructions that reductions use here: "avx512", "avx2" or "baseline"."""
+
 def allocate(bytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Allocate zeroed bytes in this process' shared heap."""
 

@@ -25,10 +25,12 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "run": Command("phalanx.launch.run", "run a program on several ranks of this machine"),
+    "demo": Command("phalanx.demo.command", "take a tour in a minute"),
     "ps": Command("phalanx.debug.ps", "list the jobs of this user on this machine"),
     "top": Command("phalanx.debug.top", "watch what every rank of a job does"),
     "why": Command("phalanx.debug.why", "say why a job does not move"),
     "bench": Command("phalanx.bench.command", "measure operations, alone or beside Gloo and MPI"),
+    "doctor": Command("phalanx.doctor.command", "find what makes jobs slow or fail here"),
     "completion": Command("phalanx.completion", "make a shell complete these commands"),
 }
 

@@ -49,7 +49,7 @@ class Machine:
     def cpu_quota(self) -> float | None:
         """Return how many CPUs' worth of time the control group may use; None if it is free."""
         quotas = []
-        for directory in self._groups("cpu"):
+        for directory in self.groups("cpu"):
             quota, period = (*self._text(directory / "cpu.max").split(), "", "")[:2]
             if not quota:
                 quota = self._text(directory / "cpu.cfs_quota_us")
@@ -61,7 +61,7 @@ class Machine:
     def memory_limit(self) -> int | None:
         """Return how many bytes the control group may use; None if there is no limit."""
         limits = []
-        for directory in self._groups("memory"):
+        for directory in self.groups("memory"):
             for name in ("memory.max", "memory.limit_in_bytes"):
                 text = self._text(directory / name)
                 # Without a limit, version 1 says the largest number of pages that it can.
@@ -74,14 +74,14 @@ class Machine:
 
         Counted in this process' control group, or on the whole machine if that is not told.
         """
-        for directory in self._groups("memory"):
+        for directory in self.groups("memory"):
             for name in ("memory.events", "memory.oom_control"):
                 count = _field(self._text(directory / name), "oom_kill")
                 if count is not None:
                     return count
         return _field(self._text(self._root / "proc/vmstat"), "oom_kill") or 0
 
-    def _groups(self, controller: str) -> Iterator[Path]:
+    def groups(self, controller: str) -> Iterator[Path]:
         """Yield the directories of this process' control group for a controller, innermost first.
 
         In a container the path of the group may be the host's: then the root of the mount is ours.

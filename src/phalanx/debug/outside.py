@@ -9,16 +9,19 @@ from __future__ import annotations
 import os
 import pwd
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx import _native
 from phalanx.commands import CommandError
-from phalanx.errors import DistBackendError
+from phalanx.debug.text import duration, printable
+from phalanx.launch.environment import JOB_VARIABLE
 
 _HEAP = "/memfd:phalanx-heap"
+_HELPERS = ("from multiprocessing.", "from phalanx.launch.keeper ")  # in between, on command lines
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -133,10 +136,18 @@ class Job:
     deadlock: str  # who waits for whom for ever, if so
     ranks: list[Rank]
     groups: list[Group]
+    launched_as: str = ""  # the name that the launcher has given to it
+    is_one_of_several: bool = False  # under that name
 
     @property
     def name(self) -> str:
-        return self.id[:8]
+        if self.is_one_of_several:
+            return f"{self.launched_as}/{self.id[:4]}"
+        return self.launched_as or self.id[:8]
+
+    def answers_to(self, name: str) -> bool:
+        """Say whether a name, or the beginning of one, means this job."""
+        return self.name.startswith(name) or self.id.startswith(name)
 
     @property
     def age(self) -> float:
@@ -155,8 +166,20 @@ class Job:
         """The command line of the first rank, or of what started it by multiprocessing."""
         pid = next((rank.pid for rank in self.ranks if rank.alive), 0)
         lines = [_command(pid), *map(_command, _ancestors(pid))]
-        own = (line for line in lines if "from multiprocessing." not in line)
+        own = (line for line in lines if not any(helper in line for helper in _HELPERS))
         return next(own, lines[0])
+
+    @property
+    def title(self) -> str:
+        """What it is: "4 ranks, 16 s old: python train.py"."""
+        ranks = "1 rank" if len(self.ranks) == 1 else f"{len(self.ranks)} ranks"
+        return f"{ranks}, {duration(self.age)} old: {printable(self.short_command)}"
+
+    @property
+    def short_command(self) -> str:
+        """The command line without the folder of its program."""
+        program, _, rest = self.command.partition(" ")
+        return f"{os.path.basename(program)} {rest}".rstrip()
 
     def last_operation(self, rank: int) -> tuple[Group, Operation] | None:
         """Return what a rank did last in any group."""
@@ -202,7 +225,11 @@ def look(pids: Iterable[int] | None = None) -> View:
             job = _job(roster, mine, owners)
             if not job.over:
                 view.jobs.append(job)
-    view.jobs.sort(key=lambda job: job.started_ns)
+    worlds = Counter(job.launched_as for job in view.jobs)
+    view.jobs = [
+        replace(job, is_one_of_several=job.launched_as != "" and worlds[job.launched_as] > 1)
+        for job in sorted(view.jobs, key=lambda job: job.started_ns)
+    ]
     return view
 
 
@@ -214,7 +241,7 @@ def find(wanted: str | None = None) -> Job:
         pid = int(wanted) if wanted.isdigit() else None
         jobs = (
             [job for job in view.jobs if pid in job.pids]
-            or [job for job in view.jobs if job.id.startswith(wanted.lower())]
+            or [job for job in view.jobs if job.answers_to(wanted.lower())]
             or ([] if pid is None else _jobs_of(pid, view))
         )
     if len(jobs) == 1:
@@ -223,11 +250,11 @@ def find(wanted: str | None = None) -> Job:
     if not jobs:
         what = "no job is running" if wanted is None else f"there is no job '{wanted}'"
         raise JobNotFound(f"{what}; jobs of this user on this machine: {known}" + _notes(view))
-    several = ", ".join(job.name for job in jobs)
+    several = "".join(f"\n  {job.name}  {job.title}" for job in jobs)
     raise JobNotFound(
-        f"{len(jobs)} jobs are running, name one of them: {several}"
+        f"{len(jobs)} jobs are running, name one of them:{several}"
         if wanted is None
-        else f"'{wanted}' may mean any of these jobs: {several}"
+        else f"'{wanted}' may mean any of these jobs:{several}"
     )
 
 
@@ -242,7 +269,7 @@ def _read(path: str, view: View) -> dict[str, Any] | None:
         return _native.look_into(path)
     except ValueError:
         return None  # the name is a coincidence
-    except DistBackendError as error:
+    except RuntimeError as error:  # a DistBackendError: importing that class would import torch
         if os.path.exists(path):
             view.strange.append(str(error))
         return None
@@ -352,6 +379,17 @@ def _command(pid: int) -> str:
     return line.replace(b"\0", b" ").decode(errors="replace").strip()
 
 
+def _launched_as(pid: int) -> str:
+    """Return the name that `phalanx run` gave to the job of a rank, "" if it was not run so."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    found = (each for each in variables if each.startswith(f"{JOB_VARIABLE}=".encode()))
+    name = next(found, b"").partition(b"=")[2].partition(b":")[0]
+    return printable(name.decode(errors="replace"))
+
+
 def _ancestors(pid: int) -> Iterator[int]:
     while (pid := _Stat(f"/proc/{pid}").parent) > 1:
         yield pid
@@ -359,14 +397,16 @@ def _ancestors(pid: int) -> Iterator[int]:
 
 def _job(roster: dict[str, Any], boards: list[dict[str, Any]], owners: dict[int, int]) -> Job:
     members = enumerate(roster["members"])
+    ranks = [_rank(number, member, roster["threads"], owners) for number, member in members]
     return Job(
         id=f"{roster['id']:016x}",
         threads=roster["threads"],
         started_ns=roster["started_ns"],
         seen_ns=time.monotonic_ns(),
         deadlock=roster["deadlock"],
-        ranks=[_rank(number, member, roster["threads"], owners) for number, member in members],
+        ranks=ranks,
         groups=[_group(board) for board in boards if _fits(board, len(roster["members"]))],
+        launched_as=_launched_as(next((rank.pid for rank in ranks if rank.alive), 0)),
     )
 
 

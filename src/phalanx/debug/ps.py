@@ -3,12 +3,24 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from argparse import ArgumentParser, Namespace
 
 from phalanx.debug import outside, verdict
 from phalanx.debug.text import duration, table
+
+# With what is left out last where there is no room.
+_COLUMNS = {
+    "JOB": 9,
+    "RANKS": 5,
+    "KIND": 1,
+    "PIDS": 0,
+    "AGE": 4,
+    "STATE": 8,
+    "COMMAND": 3,
+}
+
+_LEAST = 40  # characters of the command are worth more than other columns
 
 EXAMPLES = [
     ("phalanx ps", "one line for each job"),
@@ -18,6 +30,7 @@ EXAMPLES = [
 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON list")
+    parser.add_argument("--once", action="store_true", help="look once and end, as it always does")
 
 
 def run(arguments: Namespace) -> int:
@@ -30,24 +43,35 @@ def run(arguments: Namespace) -> int:
     if not view.jobs:
         print("no jobs of this user on this machine")
         return 0
-    rows = [["JOB", "RANKS", "KIND", "PIDS", "AGE", "STATE", "COMMAND"]]
-    for job in view.jobs:
-        pids = [str(pid) for pid in job.pids]
-        shown = pids if len(pids) <= 4 else [*pids[:2], "...", pids[-1]]
-        rows.append(
-            [
-                job.name,
-                str(len(job.ranks)),
-                "threads" if job.threads else "processes",
-                " ".join(shown),
-                duration(job.age),
-                verdict.summary(job),
-                job.command,
-            ]
-        )
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    print("\n".join(table(rows, width)))
+    rows = [_cells(job) for job in view.jobs]
+    from phalanx.debug import looks
+
+    console = looks.terminal()
+    if console is None:
+        print("\n".join(table([list(_COLUMNS), *rows])))
+        return 0
+    columns = [looks.Column(name, worth, least=_LEAST) for name, worth in _COLUMNS.items()]
+    texts = [[looks.plain(cell) for cell in row] for row in rows]
+    for name, _, kind, pids, _, state, _ in texts:
+        name.stylize("bold")
+        kind.stylize("dim")
+        pids.stylize("dim")
+        state.stylize(looks.style(state.plain))
+    console.print(looks.grid(columns, texts, console.width))
     return 0
+
+
+def _cells(job: outside.Job) -> list[str]:
+    pids = [str(pid) for pid in job.pids]
+    return [
+        job.name,
+        str(len(job.ranks)),
+        "threads" if job.threads else "processes",
+        " ".join(pids if len(pids) <= 4 else [*pids[:2], "...", pids[-1]]),
+        duration(job.age),
+        verdict.summary(job),
+        job.short_command,
+    ]
 
 
 def describe(job: outside.Job) -> dict[str, object]:

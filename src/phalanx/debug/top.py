@@ -1,29 +1,30 @@
-"""Watch what every rank of a job does, and who is the straggler."""
+"""Watch what every rank of a job does, and who is the straggler.
+
+On a terminal the table is live, and `?` shows the keys. In a pipe it is printed at each look.
+"""
 
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 import time
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 from phalanx.debug import outside, verdict
 from phalanx.debug.outside import Job, Seat
 from phalanx.debug.text import amount, duration, printable, table
 
-HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
-_CLEAR, _HIDE_CURSOR, SHOW_CURSOR = "\x1b[2J", "\x1b[?25l", "\x1b[?25h"
-
-_HEADING = ["RANK", "PID", "STATE", "FOR", "GROUP", "OPERATION", "SEQ", "WAITS FOR"]
-_HEADING += ["OP/S", "BYTES/S", "CALL SITE"]
+HEADING = ["RANK", "PID", "STATE", "FOR", "GROUP", "OPERATION", "SEQ", "WAITS FOR"]
+HEADING += ["OP/S", "BYTES/S", "CALL SITE"]
 
 
 EXAMPLES = [
     ("phalanx top", "the only job of this machine, once a second"),
     ("phalanx top 4711 --once", "the job of process 4711, once"),
+    ("phalanx top --sort wait --show waiting", "who waits, and longest"),
     ("phalanx top --json --interval 5", "one JSON object every five seconds"),
 ]
 
@@ -32,6 +33,8 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", help="id of the job, its beginning, or a process id")
     parser.add_argument("--once", action="store_true", help="print the table once")
     parser.add_argument("--interval", type=_seconds, default=1.0, help="seconds between looks (1)")
+    parser.add_argument("--sort", choices=SORTS, default="rank", help="what comes first (rank)")
+    parser.add_argument("--show", choices=FILTERS, default="all", help="which ranks (all)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per look")
 
 
@@ -43,23 +46,29 @@ def _seconds(text: str) -> float:
 
 
 def run(arguments: Namespace) -> int:
+    from phalanx.debug import looks
+
     job = outside.find(arguments.job)
-    in_place = sys.stdout.isatty() and not arguments.once and not arguments.json
+    console = None if arguments.json else looks.terminal()
+    if console is not None and not arguments.once:
+        from phalanx.debug.live import watch
+
+        return watch(console, job, arguments.interval, arguments.sort, arguments.show)
     try:
-        if in_place:
-            print(_HIDE_CURSOR + _CLEAR, end="")
         for before, now in _looks(job, min(arguments.interval, 0.5), arguments):
+            found = arranged(rows(before, now), arguments.sort, arguments.show)
             if arguments.json:
-                print(json.dumps(describe(now, rows(before, now))), flush=True)
+                print(json.dumps(describe(now, found)), flush=True)
+            elif console is not None:
+                from phalanx.debug.live import summary
+
+                console.print(summary(now, found, console.width))
             else:
-                _show(now, rows(before, now), in_place)
-        if not arguments.once:
-            print(f"job {job.name} has ended")
+                print("\n".join(lines(now, found)), flush=True)
     except KeyboardInterrupt:
-        pass
-    finally:
-        if in_place:
-            print(SHOW_CURSOR, flush=True)
+        return 0
+    if not arguments.once:
+        print(f"job {job.name} has ended", file=sys.stderr if arguments.json else sys.stdout)
     return 0
 
 
@@ -94,6 +103,24 @@ class Row:
     operations_per_second: float
     bytes_per_second: float
     site: str
+
+
+SORTS: dict[str, Callable[[Row], tuple[float, int]]] = {
+    "rank": lambda row: (0, row.rank),
+    "wait": lambda row: (-(row.seconds or 0) if row.state == "waiting" else 1, row.rank),
+    "ops": lambda row: (-row.operations_per_second, row.rank),
+    "bytes": lambda row: (-row.bytes_per_second, row.rank),
+}
+FILTERS: dict[str, Callable[[Row], bool]] = {
+    "all": lambda row: True,
+    "waiting": lambda row: row.state == "waiting",
+    "others": lambda row: row.state != "waiting",
+}
+
+
+def arranged(found: list[Row], sort: str, show: str) -> list[Row]:
+    """Return the rows that are to be shown, in their order."""
+    return sorted(filter(FILTERS[show], found), key=SORTS[sort])
 
 
 def rows(before: Job, now: Job) -> list[Row]:
@@ -179,36 +206,39 @@ def describe(job: Job, found: list[Row]) -> dict[str, object]:
     }
 
 
+def cells(row: Row) -> list[str]:
+    """Return the row as it is shown, one text for each of the columns."""
+    return [
+        str(row.rank),
+        str(row.pid),
+        row.state,
+        "" if row.seconds is None else duration(row.seconds),
+        row.group,
+        row.operation,
+        "" if row.sequence is None else f"#{row.sequence}",
+        verdict.rank_list(row.waits_for) if row.waits_for else "",
+        amount(row.operations_per_second),
+        amount(row.bytes_per_second, "B"),
+        row.site,
+    ]
+
+
+def census(job: Job) -> str:
+    """Count the ranks by what they do: "3 waiting, 1 sleeping"."""
+    counts = Counter(verdict.condition(job, rank) for rank in job.ranks)
+    return ", ".join(f"{count} {state}" for state, count in counts.most_common())
+
+
+def title(job: Job) -> str:
+    """Say which job it is: "job 9d09294c: 4 processes, 16 s old"."""
+    kind = "thread" if job.threads else "process"
+    plural = "" if len(job.ranks) == 1 else "s" if job.threads else "es"
+    return f"job {job.name}: {len(job.ranks)} {kind}{plural}, {duration(job.age)} old"
+
+
 def lines(job: Job, found: list[Row], width: int | None = None) -> list[str]:
     """Return the table as text, with a line above about the job and one below on the straggler."""
-    kind = "threads" if job.threads else "processes"
-    head = f"job {job.name}: {len(found)} {kind}, {duration(job.age)} old, {verdict.summary(job)}"
-    cells = [
-        [
-            str(row.rank),
-            str(row.pid),
-            row.state,
-            "" if row.seconds is None else duration(row.seconds),
-            row.group,
-            row.operation,
-            "" if row.sequence is None else f"#{row.sequence}",
-            verdict.rank_list(row.waits_for) if row.waits_for else "",
-            amount(row.operations_per_second),
-            amount(row.bytes_per_second, "B"),
-            row.site,
-        ]
-        for row in found
-    ]
-    text = [head, *table([_HEADING, *cells]), printable(straggler(job))]
+    head = f"{title(job)}, {verdict.summary(job)} ({census(job)})"
+    shown = table([HEADING, *map(cells, found)])
+    text = [head, *shown, printable(straggler(job))]
     return [line[:width] for line in text]
-
-
-def _show(job: Job, found: list[Row], in_place: bool) -> None:
-    if not in_place:
-        print("\n".join(lines(job, found)), flush=True)
-        return
-    size = shutil.get_terminal_size()
-    text = lines(job, found, size.columns)
-    if len(text) > size.lines:  # rather than the last ranks, keep the straggler
-        text = [*text[: size.lines - 1], text[-1]]
-    print(HOME + (_CLEAR_LINE + "\n").join(text) + _CLEAR_LINE + _CLEAR_BELOW, end="", flush=True)

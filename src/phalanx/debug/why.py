@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import textwrap
 import time
 from argparse import ArgumentParser, Namespace
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from phalanx.debug import outside, stacks, verdict
 from phalanx.debug.outside import Job, Rank, Wait
 from phalanx.debug.text import duration, printable
 from phalanx.debug.verdict import rank_list
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _PAUSE = 0.3  # seconds between the two looks that tell whether anything moves
 _MOST_STACKS = 8
@@ -28,6 +33,7 @@ EXAMPLES = [
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", help="id of the job, its beginning, or a process id")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
+    parser.add_argument("--once", action="store_true", help="look once and end, as it always does")
 
 
 @dataclass
@@ -45,6 +51,8 @@ class Reason:
 
 
 def run(arguments: Namespace) -> int:
+    from phalanx.debug import looks
+
     job = outside.find(arguments.job)
     time.sleep(_PAUSE)
     again = outside.look_again(job)
@@ -53,7 +61,12 @@ def run(arguments: Namespace) -> int:
     reason = explain(job, again)
     if reason.cause != "moving":
         add_stacks(reason, again)
-    print(json.dumps(asdict(reason), indent=2) if arguments.json else _page(reason))
+    if arguments.json:
+        print(json.dumps(asdict(reason), indent=2))
+    elif (console := looks.terminal()) is not None:
+        console.print(shown(reason, console.width))
+    else:
+        print(_page(reason))
     return 0
 
 
@@ -248,3 +261,31 @@ def _page(reason: Reason) -> str:
     if reason.advice:
         lines += ["", *textwrap.wrap(reason.advice, 100)]
     return "\n".join(printable(line) for line in lines)
+
+
+def shown(reason: Reason, width: int) -> RenderableType:
+    """Return the same as a page for a terminal."""
+    from rich.console import Group
+    from rich.padding import Padding
+    from rich.text import Text
+
+    from phalanx.debug import looks
+
+    head = Text.assemble(
+        (f"● {reason.cause}", looks.style(reason.cause)), (f"  job {reason.job}", "dim")
+    )
+    parts: list[RenderableType] = [head, Text()]
+    for line in reason.text.splitlines():
+        # One sentence a line: each is about another rank.
+        for sentence in [line] if line.startswith(" ") else re.split(r"(?<=\.) (?=[A-Z])", line):
+            parts.append(looks.account(printable(sentence)))
+    for rank, stack in sorted(reason.stacks.items()):
+        parts += [Text(), Text(f"stack of rank {rank}, innermost call first", "bold")]
+        for at in stack:
+            level = len(at) - len(at.lstrip())
+            parts.append(Padding(looks.account(printable(at.lstrip())), (0, 0, 0, 2 + level)))
+    if reason.no_stacks:
+        parts += [Text(), *(Text(printable(line), "dim") for line in reason.no_stacks)]
+    if reason.advice:
+        parts += [Text(), Text.assemble(("→ ", "bold green"), printable(reason.advice))]
+    return Padding(Group(*parts), (0, max(width - 110, 0), 0, 0))
