@@ -109,10 +109,12 @@ class DeviceMesh:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The number of ranks along each dimension."""
         return tuple(math.prod(self._grid.shape[axis] for axis in axes) for axes in self._axes)
 
     @property
     def ndim(self) -> int:
+        """The number of dimensions."""
         return len(self._axes)
 
     def size(self, mesh_dim: int | None = None) -> int:
