@@ -339,7 +339,10 @@ def barrier(
     device_ids: list[int] | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Return when all ranks of the group have come here. ``device_ids`` has no effect."""
+    """Return when all ranks of the group have come here.
+
+    ``timeout`` (None: the group's) bounds this call. ``device_ids`` has no effect.
+    """
     found = transport(group, "barrier")
     if found is None:
         return None

@@ -30,7 +30,8 @@ class DeviceMesh:
     All ranks of the world must make the same meshes, and flatten them, in the same order, also
     those that are not in the grid. ``mesh["dp"]`` or ``mesh["dp", "tp"]`` is a view: for each rank
     the part of the grid that it is in. A rank's number in the group along a dimension is its
-    coordinate there.
+    coordinate there. ``mesh`` is a tensor, or lists in lists, of ranks; ``mesh_dim_names`` are what
+    to call its dimensions.
     """
 
     def __init__(
