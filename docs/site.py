@@ -14,17 +14,19 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
+BROKEN = "examples/broken/"
 # Files of the repository, and the pages that show them.
 PAGES = {
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
     "LICENSE": "licence.md",
-    "examples/broken/README.md": "examples/broken.md",
-    "examples/digits.py": "examples/digits.md",
-    "examples/train_gpt.py": "examples/train_gpt.md",
+    f"{BROKEN}README.md": "examples/broken.md",
+} | {
+    script.relative_to(ROOT).as_posix(): script.relative_to(ROOT).with_suffix(".md").as_posix()
+    for script in sorted((ROOT / "examples").rglob("*.py"))
+    if script.parent != ROOT / BROKEN
 }
 ORIGINS = {page: file for file, page in PAGES.items()}
-BROKEN = "examples/broken/"
 _LINK = re.compile(r"\]\((?P<target>[^)#:\s]+)(?P<anchor>#[^)]*)?\)")
 
 
