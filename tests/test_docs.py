@@ -115,22 +115,41 @@ def resolve(path: str) -> Any:
     return found
 
 
+ENTRIES = [
+    entry
+    for page in sorted((DOCS / "api").glob("*.md"))
+    for entry in _ENTRY.findall(page.read_text())
+]
+
+
+def test_the_reference_has_something_to_show() -> None:
+    for entry in ENTRIES:
+        value = resolve(entry)
+        shown = {entry: value}
+        if inspect.isclass(value):
+            shown |= {
+                f"{entry}.{name}": getattr(value, name)
+                for name, member in vars(value).items()
+                if not name.startswith("_")
+                and (inspect.isfunction(member) or isinstance(member, classmethod | property))
+            }
+        for name, one in shown.items():
+            if callable(one) or isinstance(one, property):
+                first = (inspect.getdoc(one) or "").partition("\n")[0]
+                assert first.endswith((".", ":")), f"{name} is not explained: {first!r}"
+
+
 def test_the_reference_has_every_public_name() -> None:
-    entries = [
-        entry for page in (DOCS / "api").glob("*.md") for entry in _ENTRY.findall(page.read_text())
-    ]
-    for entry in entries:
-        resolve(entry)
-    assert len(entries) == len(set(entries)), "a name has two entries"
-    described = {resolve(entry) for entry in entries if entry.count(".") == 1}
+    assert len(ENTRIES) == len(set(ENTRIES)), "a name has two entries"
+    described = {resolve(entry) for entry in ENTRIES if entry.count(".") == 1}
     modules = {"algorithms", "data", "debug", "launch", "optim", "parallel", "stores", "testing"}
     for name in set(phalanx.__all__) - modules:
         value = getattr(phalanx, name)
-        assert f"phalanx.{name}" in entries or value in described, f"{name} is not in docs/api"
+        assert f"phalanx.{name}" in ENTRIES or value in described, f"{name} is not in docs/api"
     for module in ("data", "debug", "optim", "stores", "testing"):
         for name in getattr(phalanx, module).__all__:
             paths = {f"phalanx.{module}.{name}", f"phalanx.{name}"}
-            assert paths & set(entries), f"{module}.{name} is not in docs/api"
+            assert paths & set(ENTRIES), f"{module}.{name} is not in docs/api"
 
 
 def rows(title: str) -> dict[str, str]:
