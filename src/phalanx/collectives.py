@@ -23,8 +23,6 @@ from phalanx.types import ReduceOp, Timeout, seconds
 from phalanx.work import Work
 from phalanx.world import active, membership, transport
 
-_SUM = ReduceOp.SUM
-
 
 def broadcast(
     tensor: Tensor,
@@ -45,7 +43,7 @@ def broadcast(
 
 def all_reduce(
     tensor: Tensor,
-    op: ReduceOp = _SUM,
+    op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -67,7 +65,7 @@ def all_reduce(
 
 def all_reduce_coalesced(
     tensors: Sequence[Tensor] | Tensor,
-    op: ReduceOp = _SUM,
+    op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Future[Any] | None:
@@ -87,7 +85,7 @@ def all_reduce_coalesced(
 def reduce(
     tensor: Tensor,
     dst: int | None = None,
-    op: ReduceOp = _SUM,
+    op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
     group_dst: int | None = None,
@@ -242,7 +240,7 @@ def scatter(
 def reduce_scatter(
     output: Tensor,
     input_list: list[Tensor],
-    op: ReduceOp = _SUM,
+    op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -266,7 +264,7 @@ def reduce_scatter(
 def reduce_scatter_single(
     output: Tensor,
     input: Tensor,
-    op: ReduceOp = _SUM,
+    op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Work | None:
@@ -341,7 +339,10 @@ def barrier(
     device_ids: list[int] | None = None,
     timeout: Timeout | None = None,
 ) -> Work | None:
-    """Return when all ranks of the group have come here. ``device_ids`` has no effect."""
+    """Return when all ranks of the group have come here.
+
+    ``timeout`` (None: the group's) bounds this call. ``device_ids`` has no effect.
+    """
     found = transport(group, "barrier")
     if found is None:
         return None

@@ -21,7 +21,6 @@ from phalanx.groups import ProcessGroup
 from phalanx.types import ReduceOp
 from phalanx.world import get_rank, get_world_size, resolve
 
-_SUM = ReduceOp.SUM
 _LINEAR = ("SUM", "AVG")
 
 
@@ -49,7 +48,7 @@ def scatter(tensors: Sequence[Tensor], src: int = 0, group: ProcessGroup | None 
 
 
 def reduce(
-    tensor: Tensor, dst: int, op: ReduceOp = _SUM, group: ProcessGroup | None = None
+    tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, group: ProcessGroup | None = None
 ) -> Tensor:
     """Return the reduction, SUM or AVG, on global rank ``dst``, zeros elsewhere."""
     root = checks.peer(resolve(group), dst, None, "dst", "reduce")
@@ -59,7 +58,7 @@ def reduce(
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],
-    op: ReduceOp = _SUM,
+    op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
 ) -> Tensor:
     """Return the reduction, SUM or AVG, of everybody's ``input_list[i]`` on rank i.
@@ -121,7 +120,9 @@ def all_to_all_single(
     return torch.cat(_many(_AllToAll, group, outputs, *torch.split(input, ours)))
 
 
-def all_reduce(tensor: Tensor, op: ReduceOp = _SUM, group: ProcessGroup | None = None) -> Tensor:
+def all_reduce(
+    tensor: Tensor, op: ReduceOp = ReduceOp.SUM, group: ProcessGroup | None = None
+) -> Tensor:
     """Return the reduction of all ranks' tensors: SUM, AVG, PREMUL_SUM, PRODUCT, MIN or MAX.
 
     Where several ranks hold the minimum or maximum, they share its gradient equally.
@@ -130,7 +131,7 @@ def all_reduce(tensor: Tensor, op: ReduceOp = _SUM, group: ProcessGroup | None =
     if op.name in _LINEAR:
         return _one(_AllReduce, op, group, tensor)
     if op.factor is not None:
-        return _one(_AllReduce, _SUM, group, tensor * op.factor)
+        return _one(_AllReduce, ReduceOp.SUM, group, tensor * op.factor)
     if op.name == "PRODUCT":
         return torch.stack(all_gather(tensor, group)).prod(dim=0)
     if op.name in ("MIN", "MAX"):
@@ -176,7 +177,7 @@ class _Broadcast(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, None, _one(_Reduce, ctx.root, _SUM, ctx.group, grad)
+        return None, None, _one(_Reduce, ctx.root, ReduceOp.SUM, ctx.group, grad)
 
 
 class _Reduce(Function):
@@ -248,7 +249,7 @@ class _AllGather(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         output = _like(grads[0], ctx.shape)
-        return None, None, _one(_ReduceScatter, _SUM, ctx.group, output, *grads)
+        return None, None, _one(_ReduceScatter, ReduceOp.SUM, ctx.group, output, *grads)
 
 
 class _ReduceScatter(Function):

@@ -30,7 +30,8 @@ class DeviceMesh:
     All ranks of the world must make the same meshes, and flatten them, in the same order, also
     those that are not in the grid. ``mesh["dp"]`` or ``mesh["dp", "tp"]`` is a view: for each rank
     the part of the grid that it is in. A rank's number in the group along a dimension is its
-    coordinate there.
+    coordinate there. ``mesh`` is a tensor, or lists in lists, of ranks; ``mesh_dim_names`` are what
+    to call its dimensions.
     """
 
     def __init__(
@@ -109,10 +110,12 @@ class DeviceMesh:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The number of ranks along each dimension."""
         return tuple(math.prod(self._grid.shape[axis] for axis in axes) for axes in self._axes)
 
     @property
     def ndim(self) -> int:
+        """The number of dimensions."""
         return len(self._axes)
 
     def size(self, mesh_dim: int | None = None) -> int:

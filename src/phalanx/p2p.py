@@ -110,7 +110,11 @@ def _source(
 
 
 class P2POp:
-    """One ``isend`` or ``irecv`` of a batch; ``peer`` is global, ``group_peer`` in the group."""
+    """One message of a batch, for ``batch_isend_irecv``.
+
+    ``op`` is the function ``isend`` or ``irecv``, ``peer`` the other rank in the world and
+    ``group_peer`` its number in ``group``: one of the two is given.
+    """
 
     def __init__(
         self,

@@ -14,7 +14,9 @@ from phalanx.types import Timeout, default_pg_timeout, seconds
 from phalanx.world import World, current_slot, get_process_group_ranks, here, resolve
 
 SHRINK_DEFAULT = 0
+"""For ``shrink_group``: what runs on the group is left alone."""
 SHRINK_ABORT = 1
+"""For ``shrink_group``: what runs on the group is aborted first."""
 
 
 def new_group(
@@ -31,7 +33,9 @@ def new_group(
 
     All ranks of the world must call this, in the same order, also those that are not in ``ranks``:
     these get ``GroupMember.NON_GROUP_MEMBER``. With ``use_local_synchronization`` only the members
-    need to; others get None.
+    need to; others get None. ``timeout`` is the default of the group's operations, ``backend`` a
+    name (None: that of the default group), to which ``pg_options`` are passed, and ``group_desc``
+    what messages call the group. ``device_id`` has no effect.
     """
     world = here()
     chosen = _checked(range(world.size) if ranks is None else ranks, world.size)
@@ -70,7 +74,8 @@ def new_subgroups(
 ) -> tuple[Any, list[Any]]:
     """Cut ``group`` into groups of ``group_size`` neighbours; return this rank's, and all.
 
-    All ranks of the world must call this.
+    All ranks of the world must call this. ``group`` (None: the default one) must be divisible by
+    ``group_size``. The other arguments are those of ``new_group``.
     """
     ranks = get_process_group_ranks(group)
     if group_size is None:
@@ -96,7 +101,8 @@ def new_subgroups_by_enumeration(
 ) -> tuple[Any, list[Any]]:
     """Make one group per list of global ranks; return this rank's (None if in none), and all.
 
-    All ranks of the world must call this, with the same lists, which must not overlap.
+    All ranks of the world must call this, with the same lists, which must not overlap. The other
+    arguments are those of ``new_group``.
     """
     if not ranks_per_subgroup_list:
         raise ValueError("ranks_per_subgroup_list must not be empty")
@@ -127,7 +133,9 @@ def split_group(
 ) -> ProcessGroup | None:
     """Split ``parent_pg`` along lists of its *group* ranks; return this rank's part or None.
 
-    All ranks of the parent must call this, in the same order, with the same disjoint lists.
+    All ranks of the parent must call this, in the same order, with the same disjoint lists. The
+    parts have the parent's backend unless another is named; the other arguments are those of
+    ``new_group``.
     """
     world = here()
     parent = resolve(parent_pg)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 default_pg_timeout = timedelta(minutes=30)
+"""How long the operations of a group wait for other ranks, unless it was made with another time."""
 
 Timeout = timedelta | float
 

@@ -305,8 +305,9 @@ def init_process_group(
     Ranks find each other through ``store`` (with ``rank`` and ``world_size``) or through
     ``init_method``, a URL; with neither, by what the launcher left in the environment.
     ``backend`` is a name or one per device (``"cpu:phalanx,cuda:nccl"``), ``timeout`` the default
-    of all operations of the default group. ``group_name`` has no effect. In a thread that belongs
-    to a rank, this is the world of that rank alone.
+    of all operations of the default group. ``pg_options`` are passed to the backend, ``device_id``
+    may be the CPU, and ``group_name`` has no effect. In a thread that belongs to a rank, this is
+    the world of that rank alone.
     """
     slot = _bound.slot
     if slot.world is not None:

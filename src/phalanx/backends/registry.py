@@ -124,6 +124,7 @@ class BackendConfig:
             self.device_backend_map[device] = Backend(engine)
 
     def get_device_backend_map(self) -> dict[str, Backend]:
+        """Return the backend of each device type."""
         return self.device_backend_map
 
     def __repr__(self) -> str:

@@ -167,7 +167,8 @@ class DistributedSampler(EpochSampler):
     The indices are those of ``torch.utils.data.DistributedSampler`` with the same arguments.
     ``num_replicas`` and ``rank`` are by default those of the world; ``dataset``, ``seed`` and the
     rest must be the same on all ranks. Call ``set_epoch`` before each epoch, or all epochs have one
-    order.
+    order. All ranks get equally many samples: the last few are dropped (``drop_last``), or else the
+    first ones repeated. Without ``shuffle`` the order is that of the dataset.
     """
 
     def __init__(

@@ -76,10 +76,11 @@ def run_processes(
     unless cloudpickle is installed. A script must start its ranks under
     `if __name__ == "__main__":`.
 
-    `timeout` is the default group's; `deadline` is how many seconds the whole run may take. The
-    first real failure is raised as on its rank, labelled with it; the death of a process is one
-    too. Then, or when the deadline passes, or if this call is interrupted, the other ranks are
-    ended: no process stays. With `return_exceptions` failures are returned in their rank's place.
+    `backend` and `timeout` are the default group's; `deadline` is how many seconds the whole run
+    may take. The first real failure is raised as on its rank, labelled with it; the death of a
+    process is one too. Then, or when the deadline passes, or if this call is interrupted, the other
+    ranks are ended: no process stays. With `return_exceptions` failures are returned in their
+    rank's place.
     """
     if size < 1:
         raise ValueError(f"run_processes needs a size of at least 1, got {size}")

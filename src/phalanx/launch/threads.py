@@ -45,10 +45,10 @@ def run_threads(
     autograd hooks. Unless `rng` is False each also has its own torch random stream, which starts
     where the caller's stands (see `phalanx.random`). Arguments and results are shared, not copied.
 
-    `timeout` is the default group's; `deadline` is how many seconds the whole run may take. The
-    first real failure is raised, labelled with its rank; its peers raise PeerFailed as soon as they
-    communicate. Ranks still running a while later, after the deadline, or if this call is
-    interrupted, get an exception at their next Python instruction. With `return_exceptions`
+    `backend` and `timeout` are the default group's; `deadline` is how many seconds the whole run
+    may take. The first real failure is raised, labelled with its rank; its peers raise PeerFailed
+    as soon as they communicate. Ranks still running a while later, after the deadline, or if this
+    call is interrupted, get an exception at their next Python instruction. With `return_exceptions`
     failures are returned in their rank's place.
 
     Torch's intra-op threads are counted per rank: `torch.set_num_threads(1)` suits many ranks.

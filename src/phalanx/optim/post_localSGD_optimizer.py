@@ -14,7 +14,7 @@ __all__ = ["PostLocalSGDOptimizer"]
 
 
 class PostLocalSGDOptimizer(torch.optim.Optimizer):
-    """Steps with ``optim``, then lets ``averager`` average the parameters if it is time to.
+    """Step with ``optim``, then let ``averager`` average the parameters if it is time to.
 
     Post-local SGD: https://arxiv.org/abs/1808.07217. Use it with ``post_localSGD_hook``, whose
     ``start_localSGD_iter`` should be equal to the averager's ``warmup_steps``. All else (parameter

@@ -59,25 +59,31 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     Args:
         module: What to train.
-        broadcast_buffers: Copy rank 0's buffers to all ranks before each forward pass
-            (torch 2.13 prefers the name ``forward_sync_buffers``, which leaves the copy that is
-            made at construction alone).
+        broadcast_buffers: False copies no buffers between ranks, also not at construction.
+            Deprecated, as in torch 2.13, in favour of ``forward_sync_buffers``.
+        forward_sync_buffers: Copy rank 0's buffers to all ranks before each forward pass; True
+            unless one of the two says otherwise.
         init_sync: Compare the model over the ranks, and copy it, now.
         process_group: Whose ranks train together; None is the default group.
-        bucket_cap_mb, bucket_cap_mb_list: How large buckets become, one number or one for each.
+        bucket_cap_mb: How large buckets become, in MiB.
+        bucket_cap_mb_list: The same, one number for each bucket.
         find_unused_parameters: Allow that parameters take no part in a backward pass. A gradient
             that no rank has computed is left as it was.
-        gradient_as_bucket_view: As above.
+        gradient_as_bucket_view: Let every step write over the gradients of the one before, also
+            over those that are kept elsewhere.
         static_graph: Promise that every iteration uses the same parameters equally often. Allows
             several reentrant backward passes in one.
-        delay_all_reduce_named_params, param_to_hook_all_reduce: Parameters that are reduced all
-            together when the gradient of one is there.
+        delay_all_reduce_named_params: Parameters, with names, that are reduced all together.
+        param_to_hook_all_reduce: Whose gradient starts that, when it is there.
         mixed_precision: Types to compute and to reduce in.
         device_mesh: A mesh of one dimension, in place of a group.
         skip_all_reduce_unused_params: Do not reduce buckets of which no gradient was computed;
             the unused parameters must then be the same on all ranks.
-        device_ids, output_device, dim, check_reduction, batched_grad_copy: Accepted for torch's
-            sake; the first two must be None on CPU.
+        device_ids: None; torch takes devices here, and there is the CPU alone.
+        output_device: None, likewise.
+        dim: No effect.
+        check_reduction: No effect but a warning.
+        batched_grad_copy: No effect.
     """
 
     # torch tells of unused parameters in the next forward pass; True does as torch does.
@@ -503,10 +509,12 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def join_device(self) -> torch.device:
+        """The device of the gradients."""
         return self.device
 
     @property
     def join_process_group(self) -> ProcessGroup:
+        """The group that trains together."""
         return self.process_group
 
     # The rest of torch's surface
@@ -519,7 +527,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return data
 
     def statistics(self) -> str:
-        """Return the same as a table to read."""
+        """Return a table to read: how the model is set up, its buckets, averages of its times."""
         return f"{type(self).__name__} of {type(self.module).__name__}\n{self.logger.table()}"
 
     def watch_gradients(self, raises: bool = True) -> GradientHealth:

@@ -27,9 +27,10 @@ def run_ranks(
 
     The default group is initialised on each rank before `fn` and destroyed after it. A run that is
     not over after `timeout` seconds is ended and raises DistTimeout, which says where each rank
-    stands. `group_timeout` is the default group's own. The first real failure is raised, labelled
-    with its rank; with `return_exceptions` each failed rank's error takes its result's place, and
-    the others may go on. For process ranks `fn` must be defined at the top level of a module.
+    stands. `backend` and `group_timeout` are the default group's. The first real failure is raised,
+    labelled with its rank; with `return_exceptions` each failed rank's error takes its result's
+    place, and the others may go on. For process ranks `fn` must be defined at the top level of a
+    module.
     """
     launchers: dict[str, Callable[..., list[T]]] = {
         "threads": run_threads,

@@ -16,7 +16,7 @@ __all__ = ["ModelAverager", "PeriodicModelAverager"]
 
 
 class ModelAverager(ABC):
-    """Averages a model over ``process_group`` (None: the default one) at some of its steps.
+    """Average a model over ``process_group`` (None: the default one) at some of its steps.
 
     ``step`` is the number of steps so far. A rank outside the group keeps its own model.
     """
@@ -36,7 +36,7 @@ class ModelAverager(ABC):
 
 
 class PeriodicModelAverager(ModelAverager):
-    """Averages a model every ``period`` steps, the first time after ``warmup_steps``.
+    """Average a model every ``period`` steps, the first time after ``warmup_steps``.
 
     For post-local SGD (https://arxiv.org/abs/1808.07217) use it with ``post_localSGD_hook``; its
     ``start_localSGD_iter`` should be equal to ``warmup_steps``.

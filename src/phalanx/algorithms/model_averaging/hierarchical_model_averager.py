@@ -23,7 +23,7 @@ __all__ = ["HierarchicalModelAverager"]
 
 
 class HierarchicalModelAverager(ModelAverager):
-    """Averages a model in groups of several sizes, each with its own period.
+    """Average a model in groups of several sizes, each with its own period.
 
     Hierarchical SGD: https://arxiv.org/abs/2010.12998. ``period_group_size_dict`` maps periods, in
     ascending order, to the sizes of groups, of which the last is that of ``process_group`` (None:
