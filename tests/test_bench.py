@@ -355,6 +355,22 @@ def test_against_mpi() -> None:
     assert [one["error"] for one in results] == [None] * (2 * len(OPERATIONS))
 
 
+def test_a_reader_that_goes_away_ends_the_run() -> None:
+    process = subprocess.Popen(
+        [*PHALANX, "--sizes", "8:32M", "--iterations", "200"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    with process:
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
 def test_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "--list"]) == 0
     said = capsys.readouterr().out

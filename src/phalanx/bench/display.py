@@ -21,6 +21,13 @@ from phalanx.bench.results import readable_bytes, readable_ratio, readable_secon
 ENOUGH_FOR_P99 = 100  # calls, of which one is slower
 
 
+class Output(Console):
+    """A console that leaves it to the command line how to end when nobody reads any more."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 class Column(NamedTuple):
     """A column: its heading, how wide it is, and the text and style of a row's cell in it."""
 

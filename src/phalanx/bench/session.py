@@ -13,10 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from phalanx.bench import facts, plan, plots
-from phalanx.bench.display import Display, columns
+from phalanx.bench.display import Display, Output, columns
 from phalanx.bench.measurement import Result, Teams, measure
 from phalanx.bench.operations import Operation
 from phalanx.bench.peers import Peer
@@ -45,7 +43,7 @@ class Session:
     def carry_out(self) -> int:
         """Measure, and return the exit code: 1 if Phalanx failed, 130 if interrupted."""
         began = time.monotonic()
-        console = Console(stderr=self.arguments.json == "-", highlight=False, emoji=False)
+        console = Output(stderr=self.arguments.json == "-", highlight=False, emoji=False)
         num_rows = sum(len(section.sizes) for section in self.sections)
         ours, *others = self.peers
         table = columns(ours, others)
