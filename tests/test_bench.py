@@ -306,6 +306,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
         (["--reduce-op", "avg", "--dtype", "int8"], 1, ["nothing to measure", "int8"]),
         (["--json", "all_reduce"], 1, ["--json - all_reduce"]),
         (["--json", "/no/such/place.json"], 1, ["/no/such"]),
+        (["--json", "/"], 1, ["cannot write", "'/'"]),
         (["--plot", "out.docx"], 1, ["'out.docx'", ".png"]),
     ],
 )

@@ -8,6 +8,7 @@ turns in the same run, and a ratio above 1 says that Phalanx is faster.
 
 from __future__ import annotations
 
+import os
 import sys
 from argparse import Action, ArgumentParser, ArgumentTypeError, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Collection
@@ -177,8 +178,15 @@ def _check_outputs(arguments: Namespace) -> None:
                 f"cannot draw into {str(arguments.plot)!r}: end it with .png, .svg or .pdf"
             )
     for path in (arguments.plot, arguments.json):
-        if path not in (None, "-") and not Path(path).parent.is_dir():
-            raise CommandError(f"there is no directory {str(Path(path).parent)!r} for {path}")
+        if path not in (None, "-"):
+            _check_writable(Path(path))
+
+
+def _check_writable(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise CommandError(f"there is no directory {str(path.parent)!r} for {str(path)!r}")
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise CommandError(f"cannot write to {str(path)!r}")
 
 
 def _check_memory(sections: list[plan.Section], num_peers: int) -> None:
