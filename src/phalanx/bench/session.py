@@ -86,8 +86,10 @@ class Session:
                 "times tell of the system's scheduler as well"
             )
         if here["load_before"] >= facts.BUSY:
+            advice = "" if arguments.pin or crowded else "; --pin keeps ranks from sharing a core"
             self.notes.append(
-                f"the machine is busy (load {here['load_before']}): times will be longer and vary"
+                f"the machine is busy (load {here['load_before']}): "
+                f"times will be longer and vary{advice}"
             )
         for note in self.notes:
             display.say(f"note: {note}", "yellow")
