@@ -6,11 +6,14 @@ All that is shown is run: the code as it stands in its file, and what it really 
 from __future__ import annotations
 
 import importlib
+import multiprocessing
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from argparse import ArgumentParser, Namespace
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +46,7 @@ def run(arguments: Namespace) -> int:
 
     stage = Stage(looks.terminal(), pauses=not (arguments.no_pause or arguments.fast))
     with tempfile.TemporaryDirectory(prefix="phalanx-demo-") as folder, looks.tidy():
+        _prepare_processes()
         tour = _programs(Path(folder))
         try:
             _ranks(stage, tour)
@@ -55,6 +59,19 @@ def run(arguments: Namespace) -> int:
         finally:
             sys.path.remove(folder)
     return 0
+
+
+def _prepare_processes() -> None:
+    """Start what ranks are forked from, so that it has imported torch when they are needed.
+
+    It takes no notice of Ctrl-C: this process does, and ranks end with it.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["phalanx.demo.training"])
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _programs(folder: Path) -> Any:
