@@ -423,10 +423,14 @@ def test_proof_of_threads(made: Made) -> None:
 
 
 def test_a_proof_that_fails_says_why(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONWARNINGS", "error")  # nothing is imported without one
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    said = only(proof.processes(made()))
-    assert (said.grade, "exit code 1" in said.fact) == ("problem", True)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", "/bin/false")
+        said = only(proof.processes(made()))
+        assert (said.grade, "exit code 1" in said.fact) == ("problem", True)
+    monkeypatch.setenv("PHALANX_DEBUG", "nonsense")
+    said = only(proof.threads(made()))
+    assert said.grade == "problem"
+    assert "PHALANX_DEBUG" in said.fact
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

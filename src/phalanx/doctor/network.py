@@ -81,7 +81,8 @@ def ports(host: Host) -> Iterator[Said]:
     except OSError as error:
         yield problem(
             f"no port on 127.0.0.1 can be used: {error}",
-            "let the sandbox or firewall allow it: sudo iptables -I INPUT -i lo -j ACCEPT",
+            "see that the loopback is up (sudo ip link set lo up) and that no firewall forbids it "
+            "(sudo iptables -I INPUT -i lo -j ACCEPT)",
         )
     for folder in host.glob("/sys/class/net/*"):
         address = None if folder.name == "lo" else address_of(folder.name)

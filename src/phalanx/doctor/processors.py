@@ -49,7 +49,7 @@ def quota(host: Host) -> Iterator[Said]:
         yield warning(
             f"the container may use {limit:g} of {_plural(len(host.cpus))}: ranks that wait "
             "use up what the others need, and all are stopped until the next period",
-            f"start at most {max(int(limit), 1)} ranks, or raise the limit: docker run --cpus "
+            f"phalanx run -n {max(int(limit), 1)}, or raise the limit: docker run --cpus "
             f"{len(host.cpus)}",
         )
     throttled = cgroups.throttled(host)
@@ -69,12 +69,12 @@ def load(host: Host) -> Iterator[Said]:
     busy, count = float(text.split()[0]), usable(host)
     if busy > count / 2:
         yield warning(
-            f"{busy:g} processes want to run, on {count:g} cores: a rank that must wait for a core "
+            f"{busy:g} processes want to run, on {_plural(count)}: a rank that waits for a core "
             "holds up all others",
             "see who: ps -eo pid,user,pcpu,args --sort=-pcpu | head",
         )
     else:
-        yield good(f"{busy:g} of {count:g} cores busy")
+        yield good(f"{busy:g} of {_plural(count)} busy")
 
 
 def governor(host: Host) -> Iterator[Said]:
@@ -156,5 +156,5 @@ def threads(host: Host) -> Iterator[Said]:
         )
 
 
-def _plural(count: int, noun: str = "core") -> str:
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+def _plural(count: float) -> str:
+    return f"{count:g} core" if count == 1 else f"{count:g} cores"
