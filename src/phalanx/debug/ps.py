@@ -20,7 +20,7 @@ _COLUMNS = {
     "COMMAND": 3,
 }
 
-_LEAST = 40  # characters of the command are worth more than other columns
+_LEAST = 30  # characters of the command are worth more than other columns
 
 EXAMPLES = [
     ("phalanx ps", "one line for each job"),

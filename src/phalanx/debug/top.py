@@ -39,9 +39,12 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
     if not 0.05 <= seconds <= 3600:
-        raise ArgumentTypeError(f"an interval is between 0.05 and 3600 seconds, got {text}")
+        raise ArgumentTypeError(f"an interval is between 0.05 and 3600 seconds, got {text!r}")
     return seconds
 
 
