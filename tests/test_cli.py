@@ -206,6 +206,20 @@ def test_wrong_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -
     assert "usage: phalanx" in capsys.readouterr().err
 
 
+def test_describing_commands_imports_nothing_large() -> None:
+    code = (
+        "import importlib, sys\n"
+        "from phalanx.commands import COMMANDS\n"
+        "for command in COMMANDS.values():\n"
+        "    module = importlib.import_module(command.module)\n"
+        "    large = {'torch', 'numpy', 'rich', 'matplotlib'} & set(sys.modules)\n"
+        "    assert not large, (module, large)\n"
+        "    assert module.__doc__ and module.EXAMPLES\n"
+        "    assert all('phalanx ' in line for line, _ in module.EXAMPLES)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["--version"])
