@@ -83,6 +83,17 @@ def test_top_answers_keys(hanging: int) -> None:
         assert terminal.end() == 0
 
 
+def test_top_lets_choose_among_jobs(hanging: int, tmp_path: Path) -> None:
+    with running("threads", tmp_path) as other:
+        names = [look_until(pid, lambda job: True).name for pid in (hanging, other)]
+        with Terminal("top") as terminal:
+            terminal.until("watch which one?", *names)
+            terminal.press("\r")
+            terminal.until("straggler", "sort: rank")  # of one of them
+            terminal.press("q")
+            assert terminal.end() == 0
+
+
 def test_top_follows_the_size_of_its_terminal(hanging: int) -> None:
     with Terminal("top", hanging, "--interval", "30") as terminal:
         assert "CALL SITE" in terminal.until("help")

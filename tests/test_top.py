@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 from terminals import Terminal
 
-from phalanx.debug import looks, outside, top
+from phalanx.debug import choice, looks, outside, top
 from phalanx.debug.live import Live
 from phalanx.debug.outside import Group, Job, Operation, Rank, Seat, Wait
 
@@ -203,6 +204,52 @@ def test_rows_of_a_kind() -> None:
 )
 def test_states_have_colours(state: str, style: str) -> None:
     assert looks.style(state) == style
+
+
+class Typed:
+    """A screen on which these keys are typed, one after the other."""
+
+    def __init__(self, keys: list[str]) -> None:
+        self._keys = iter(keys)
+
+    def __call__(self, console: Console) -> Typed:
+        return self
+
+    def __enter__(self) -> Typed:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def draw(self, frame: object) -> None:
+        pass
+
+    def key(self, timeout: float) -> str:
+        return next(self._keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "chosen"),
+    [
+        (["enter"], 0),
+        (["down", "enter"], 1),
+        (["up", "down", "j", "j", "enter"], 2),
+        (["down", "k", "enter"], 0),
+        (["down", "q"], None),
+        (["quit"], None),
+    ],
+)
+def test_choosing(keys: list[str], chosen: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs = [replace(made_job(), id=f"{n}" * 16) for n in range(3)]
+    monkeypatch.setattr(choice, "Screen", Typed(keys))
+    picked = choice.choose(Console(), jobs, interval=3600)
+    assert picked == (None if chosen is None else jobs[chosen])
+
+
+def test_a_choice_among_jobs_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "Screen", Typed(["resize"]))
+    monkeypatch.setattr(choice, "look", outside.View)
+    assert choice.choose(Console(), [made_job()], interval=0) is None
 
 
 def test_an_error_gives_the_terminal_back() -> None:

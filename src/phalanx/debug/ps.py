@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING
 
 from phalanx.debug import outside, verdict
 from phalanx.debug.text import duration, table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 # With what is left out last where there is no room.
 _COLUMNS = {
@@ -43,22 +47,33 @@ def run(arguments: Namespace) -> int:
     if not view.jobs:
         print("no jobs of this user on this machine")
         return 0
-    rows = [_cells(job) for job in view.jobs]
     from phalanx.debug import looks
 
     console = looks.terminal()
     if console is None:
-        print("\n".join(table([list(_COLUMNS), *rows])))
-        return 0
+        print("\n".join(table([list(_COLUMNS), *map(_cells, view.jobs)])))
+    else:
+        console.print(shown(view.jobs, console.width))
+    return 0
+
+
+def shown(jobs: list[outside.Job], width: int, selected: str | None = None) -> Table:
+    """Return jobs as a table for a terminal; the one whose id is `selected` stands out."""
+    from phalanx.debug import looks
+
     columns = [looks.Column(name, worth, least=_LEAST) for name, worth in _COLUMNS.items()]
-    texts = [[looks.plain(cell) for cell in row] for row in rows]
-    for name, _, kind, pids, _, state, _ in texts:
+    rows = [[looks.plain(cell) for cell in _cells(job)] for job in jobs]
+    for job, (name, _, kind, pids, _, state, _) in zip(jobs, rows, strict=True):
+        if job.id == selected:  # one even bar
+            continue
         name.stylize("bold")
         kind.stylize("dim")
         pids.stylize("dim")
         state.stylize(looks.style(state.plain))
-    console.print(looks.grid(columns, texts, console.width))
-    return 0
+    found = looks.grid(columns, rows, width)
+    for job, row in zip(jobs, found.rows, strict=True):
+        row.style = "reverse" if job.id == selected else None
+    return found
 
 
 def _cells(job: outside.Job) -> list[str]:

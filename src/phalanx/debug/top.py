@@ -12,10 +12,14 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 from phalanx.debug import outside, verdict
 from phalanx.debug.outside import Job, Seat
 from phalanx.debug.text import amount, duration, printable, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 HEADING = ["RANK", "PID", "STATE", "FOR", "GROUP", "OPERATION", "SEQ", "WAITS FOR"]
 HEADING += ["OP/S", "BYTES/S", "CALL SITE"]
@@ -51,12 +55,10 @@ def _seconds(text: str) -> float:
 def run(arguments: Namespace) -> int:
     from phalanx.debug import looks
 
-    job = outside.find(arguments.job)
     console = None if arguments.json else looks.terminal()
     if console is not None and not arguments.once:
-        from phalanx.debug.live import watch
-
-        return watch(console, job, arguments.interval, arguments.sort, arguments.show)
+        return _live(console, arguments)
+    job = outside.find(arguments.job)
     try:
         for before, now in _looks(job, min(arguments.interval, 0.5), arguments):
             found = arranged(rows(before, now), arguments.sort, arguments.show)
@@ -73,6 +75,22 @@ def run(arguments: Namespace) -> int:
     if not arguments.once:
         print(f"job {job.name} has ended", file=sys.stderr if arguments.json else sys.stdout)
     return 0
+
+
+def _live(console: Console, arguments: Namespace) -> int:
+    """Watch a job on a terminal; where several are meant, the user chooses one."""
+    from phalanx.debug.choice import choose
+    from phalanx.debug.live import watch
+
+    jobs = outside.look().jobs if arguments.job is None else []
+    job = (
+        choose(console, jobs, arguments.interval)
+        if len(jobs) > 1 and sys.stdin.isatty()
+        else outside.find(arguments.job)
+    )
+    if job is None:
+        return 0
+    return watch(console, job, arguments.interval, arguments.sort, arguments.show)
 
 
 def _looks(job: Job, first: float, arguments: Namespace) -> Iterator[tuple[Job, Job]]:
