@@ -80,8 +80,8 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
 WAITS = """
 import os, subprocess, sys, time
 child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
-print("pids", os.getpid(), child.pid, flush=True)
 try:
+    print("pids", os.getpid(), child.pid, flush=True)
     time.sleep(1000)
 finally:
     print("put in order", flush=True)
@@ -144,7 +144,10 @@ def test_modules_and_executables(tmp_path: Path) -> None:
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "tool.py").write_text("import sys; print(__spec__.name, __name__, sys.argv[1:])")
-    done = run("-n", 2, "--no-preload", "-m", "package.tool", "-x", cwd=tmp_path)
+    places = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # which may be relative to here
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(map(os.path.abspath, places)))
+    words = ("-n", 2, "--no-preload", "-m", "package.tool", "-x")
+    done = run(*words, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert "[rank 1] package.tool __main__ ['-x']" in done.stdout
     done = run("-n", 2, "--", "sh", "-c", "echo I am $RANK; exit $((RANK * 7))")
