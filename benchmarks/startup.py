@@ -2,8 +2,8 @@
 
     python -m benchmarks.startup [--rounds 7] [--ranks 2,4] [--json out/startup.json]
 
-The same script on Gloo under torchrun and under ``phalanx run``, and one that says "phalanx" instead
-of "gloo" to torch, and one on Phalanx itself. All take turns; the median over the rounds counts.
+The same script on Gloo under torchrun and under ``phalanx run``, one that says "phalanx" instead of
+"gloo" to torch, and one on Phalanx itself. All take turns; the median over the rounds counts.
 Beside it: how long ``phalanx --help`` takes, and Python alone.
 """
 
