@@ -12,6 +12,7 @@ void bind_copies(nb::module_& m);
 void bind_engine(nb::module_& m);
 void bind_outside(nb::module_& m);
 void bind_stores(nb::module_& m);
+void bind_trace(nb::module_& m);
 void bind_waiting(nb::module_& m);
 
 namespace {
@@ -74,5 +75,6 @@ NB_MODULE(_native, m) {
   bind_engine(m);
   bind_outside(m);
   bind_stores(m);
+  bind_trace(m);
   bind_waiting(m);
 }

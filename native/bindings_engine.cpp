@@ -310,6 +310,11 @@ class Engine {
       if (done) return nb::none();
     }
     const bool at_once = bytes_of(call) > kShort;
+    call.async = async;
+    if (trace::Tap::is_open()) {
+      call.issued_ns = now_ns();
+      call.awaited_ns = std::make_shared<std::atomic<int64_t>>(0);
+    }
     auto shared = std::make_shared<Call>(std::move(call));
     // Owned by the job: the caller may be interrupted while it waits.
     auto body = [this, call = shared,
@@ -344,6 +349,7 @@ class Engine {
     std::copy_n(look.shown.shape, delivery->ndim, delivery->shape);
     Sites::find(delivery->site, delivery->api, size_t(op));
     if (async) delivery->keep = Graveyard::keep(tensor);
+    delivery->async = async;
     {
       nb::gil_scoped_release unlock;
       UnderWay call_under_way;

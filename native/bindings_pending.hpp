@@ -23,6 +23,12 @@ class Pending {
   virtual int source() { return -1; }
 };
 
+// For the trace: when a user first waits for what goes on meanwhile.
+inline void note_first(std::atomic<int64_t>& place) {
+  int64_t none = 0;
+  place.compare_exchange_strong(none, now_ns(), std::memory_order_relaxed);
+}
+
 class PendingJob : public Pending {
  public:
   PendingJob(nanobind::object engine, std::shared_ptr<Lane> lane, std::shared_ptr<Job> job,
@@ -33,10 +39,12 @@ class PendingJob : public Pending {
         board_(std::move(board)),
         rank_(rank),
         op_(call.op),
-        site_(call.site) {}
+        site_(call.site),
+        awaited_ns_(call.awaited_ns) {}
   bool done() override { return job_->done(); }
   std::exception_ptr error() override { return job_->error(); }
   void wait(double timeout) override {
+    if (awaited_ns_) note_first(*awaited_ns_);
     if (timeout < 0) lane_->help(*job_);  // a call may take longer than a shorter wait
     Deadline patience = Deadline::in(timeout);
     Waiter waiter(board_->roster(), board_->world_rank(rank_));
@@ -70,6 +78,7 @@ class PendingJob : public Pending {
   int rank_;
   Op op_;
   std::string site_;
+  std::shared_ptr<std::atomic<int64_t>> awaited_ns_;
 };
 
 class PendingDelivery : public Pending {
@@ -80,7 +89,10 @@ class PendingDelivery : public Pending {
     return delivery_->state.load(std::memory_order_acquire) != Delivery::State::Open;
   }
   std::exception_ptr error() override { return done() ? delivery_->error : nullptr; }
-  void wait(double timeout) override { mailbox_->wait(*delivery_, Deadline::in(timeout)); }
+  void wait(double timeout) override {
+    if (trace::Tap::is_open()) note_first(delivery_->awaited_ns);
+    mailbox_->wait(*delivery_, Deadline::in(timeout));
+  }
   int source() override { return delivery_->source; }
 
  private:

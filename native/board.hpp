@@ -28,6 +28,7 @@ class Board {
   void attend(int rank, bool creator, const std::string& site, double timeout);
 
   const std::string& ticket() const { return region_->ticket(); }
+  uint64_t id() const { return region_->id(); }  // the same on all ranks, and no other's
   std::string name() const { return header().name; }
   // " on group 'world', rank 2, at train.py:88 in step", for what is told to a rank of its call
   std::string caption(int rank, const std::string& site) const;

@@ -15,6 +15,14 @@ constexpr size_t kCrowdedChunk = 1 << 20;
 
 constexpr int kWoken = 1;  // ranks that the last one to arrive at a crowded meeting wakes
 
+// The larger of what a call gives and what it gets.
+uint64_t bytes_of(const Call& call) {
+  uint64_t given = 0, taken = 0;
+  for (const View& view : call.inputs) given += view.count;
+  for (const View& view : call.outputs) taken += view.count;
+  return std::max(given, taken) * item_size(call.dtype);
+}
+
 }  // namespace
 
 Group::Group(std::shared_ptr<Board> board, int rank, std::string name, double timeout)
@@ -22,6 +30,7 @@ Group::Group(std::shared_ptr<Board> board, int rank, std::string name, double ti
       board_(std::move(board)),
       rank_(rank),
       name_(std::move(name)),
+      tap_(*board_, rank),
       spin_{!board_->crowded()},
       chunk_(board_->crowded() ? kCrowdedChunk : kChunk),
       combine_{std::vector<const void*>(size()), std::vector<double>(size(), 1.0), 0} {}
@@ -78,6 +87,10 @@ void Group::run(Call& call) {
   posting.parts = call.parts;
   std::memcpy(posting.site, call.site, sizeof posting.site);
   std::memcpy(posting.api, call.api, sizeof posting.api);
+  if (trace::Tap::is_open())
+    passage.event =
+        tap_.begin(posting, bytes_of(call), call.issued_ns,
+                   uint8_t((call.async ? trace::kAsync : 0) | (call.on_lane ? trace::kOnLane : 0)));
 
   posted_ = false;
   try {
@@ -151,14 +164,20 @@ void Group::await_readers(Passage& passage) {
 }
 
 // Show how the operation ended, unless that has been shown already.
-void Group::conclude(const Passage& passage, Progress how) {
+void Group::conclude(Passage& passage, Progress how) {
   // Release: the others may write over what this rank has read.
   board_->seat(rank_).finished.store(clock_, std::memory_order_release);
   if (how == Progress::Done || how == Progress::Mismatch) met_ = clock_;
   if (!records) return;
+  const int64_t now = now_ns();
   Posting& shown = board_->posting(rank_, passage.sequence);
-  if (sequence() == passage.sequence && shown.progress == Progress::Waiting)
-    shown.reach(how, now_ns());
+  if (sequence() == passage.sequence) {
+    if (shown.progress == Progress::Waiting)
+      shown.reach(how, now);
+    else
+      how = shown.progress;
+  }
+  passage.event.end(how, now, passage.call.awaited_ns ? passage.call.awaited_ns->load() : 0);
 }
 
 void Group::meet(Passage& passage, Offer offer) {

@@ -14,6 +14,7 @@
 #include "deadlock.hpp"
 #include "kernels.hpp"
 #include "strided.hpp"
+#include "trace.hpp"
 
 namespace phalanx {
 
@@ -40,6 +41,9 @@ struct Call {
   uint64_t detail = 0;
   uint16_t part = 0, parts = 0;  // its place in a batch
   bool on_lane = false;          // runs on the lane's thread, not the user's
+  bool async = false;            // its user goes on meanwhile
+  int64_t issued_ns = 0;         // when it was put into the lane's queue, while a trace is recorded
+  std::shared_ptr<std::atomic<int64_t>> awaited_ns;  // and when its user began to wait for it
   char site[80] = {};
   char api[24] = {};
 
@@ -89,6 +93,7 @@ class Group {
     Waiter waiter;
     bool meeting = false;  // not all have arrived yet: it can still be given up
     bool titled = false;   // what is thrown says itself which operation it is about
+    trace::Event event = {};
   };
 
   void exchange(Passage& passage);
@@ -113,7 +118,7 @@ class Group {
   void look(Passage& passage, bool costly);
   void judge(Passage& passage, std::span<const int> missing, WaitFacts& facts);
   void check_deadlock(Passage& passage, const std::optional<std::string>& verdict);
-  void conclude(const Passage& passage, Progress how);
+  void conclude(Passage& passage, Progress how);
   void await_readers(Passage& passage);
   bool give_up(Passage& passage, Progress how);
   [[noreturn]] void throw_given_up(Passage& passage);
@@ -134,6 +139,7 @@ class Group {
   std::shared_ptr<Board> board_;
   int rank_;
   std::string name_;
+  trace::Tap tap_;
   bool posted_ = false;  // the others count on this rank: a failure now breaks the group
   uint64_t met_ = 0;     // clock at the end of the last operation that was not given up
   bool ahead_ = false;   // the last meeting was given up: others may not have come that far

@@ -25,6 +25,7 @@ Mailbox::Mailbox(std::shared_ptr<Board> board, int rank, std::string group)
     : board_(std::move(board)),
       rank_(rank),
       group_(std::move(group)),
+      tap_(*board_, rank),
       spin_(!board_->crowded()),
       pipes_out_(board_->size()),
       sent_(board_->size()),
@@ -112,14 +113,20 @@ Posting Mailbox::describe(const Delivery& delivery) const {
 void Mailbox::record(Delivery& delivery) {
   delivery.number = ++recorded_;
   Seat& seat = board_->seat(rank_);
-  describe(delivery).show(seat.messages[recorded_ % kHistory]);
+  const Posting posting = describe(delivery);
+  posting.show(seat.messages[recorded_ % kHistory]);
+  delivery.event =
+      tap_.begin(posting, delivery.bytes(), 0, uint8_t(delivery.async ? trace::kAsync : 0));
   seat.newest_message.store(recorded_, std::memory_order_release);
 }
 
 // Show how it ended, unless the record has gone on too far.
-void Mailbox::conclude(const Delivery& delivery, Progress how) {
+void Mailbox::conclude(Delivery& delivery, Progress how) {
+  const int64_t now = now_ns();
   Posting& shown = board_->seat(rank_).messages[delivery.number % kHistory];
-  if (shown.sequence == delivery.number) shown.reach(how, now_ns());
+  if (shown.sequence == delivery.number) shown.reach(how, now);
+  delivery.event.end(how, now, delivery.awaited_ns.load(std::memory_order_relaxed),
+                     delivery.source < 0 ? -1 : board_->world_rank(delivery.source));
 }
 
 void Mailbox::count_outbox(int by) {

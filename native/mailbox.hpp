@@ -53,8 +53,10 @@ struct Delivery {
   std::shared_ptr<void> keep;  // what must live until the end
 
   std::atomic<State> state{State::Open};
-  std::exception_ptr error;  // set before state becomes Failed
-  int source = -1;           // of a recv that is done
+  std::exception_ptr error;             // set before state becomes Failed
+  int source = -1;                      // of a recv that is done
+  bool async = false;                   // its user goes on meanwhile
+  std::atomic<int64_t> awaited_ns = 0;  // when its user began to wait for it
 
   size_t bytes() const { return view.count * item_size(dtype); }
 
@@ -67,6 +69,7 @@ struct Delivery {
   const Cell* cell = nullptr;  // that a send was put into
   uint32_t turn = 0;           // of the cell then
   uint64_t number = 0;         // in the record of messages
+  trace::Event event;
 };
 
 class Mailbox {
@@ -114,7 +117,7 @@ class Mailbox {
   bool fail(Delivery& delivery, Kind kind, const std::string& why);
   void inspect(bool costly);
   void record(Delivery& delivery);
-  void conclude(const Delivery& delivery, Progress how);
+  void conclude(Delivery& delivery, Progress how);
   Posting describe(const Delivery& delivery) const;
   bool only_others_can_end(const Delivery& delivery) const;
   bool give_up_deadlock(Delivery& delivery, const std::optional<std::string>& verdict);
@@ -130,6 +133,7 @@ class Mailbox {
   std::shared_ptr<Board> board_;
   int rank_;
   std::string group_;
+  trace::Tap tap_;
   Spin spin_;
   std::mutex mutex_;
   std::condition_variable wake_courier_;

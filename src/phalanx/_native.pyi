@@ -141,6 +141,26 @@ class Waiting:
         Whoever waits looks for the end of the wait between two checks.
         """
 
+def trace_start(directory: str) -> None:
+    """Record all operations of this process' ranks in files of this directory."""
+
+def trace_stop() -> list[str]:
+    """Record no more; return what was lost, in words."""
+
+def trace_is_on() -> bool:
+    """Say whether operations are recorded."""
+
+def trace_range(roster: Roster, rank: int, name: str) -> TraceRange:
+    """Begin a named stretch of a rank."""
+
+def trace_words() -> dict[str, list[str]]:
+    """Return the names of the numbers in a trace, by field."""
+
+class TraceRange:
+    """A stretch of a rank's program that goes on."""
+
+    def end(self) -> None: ...
+
 class Pending:
     """An asynchronous operation."""
 

@@ -18,6 +18,7 @@ from phalanx import errors, logs
 from phalanx.debug import detail, levels, recorder
 from phalanx.errors import DistBackendError, DistStoreError
 from phalanx.groups import ProcessGroup
+from phalanx.trace import recorder as trace_recorder
 from phalanx.world import World, current
 
 _world_log = logs.area("world")
@@ -31,6 +32,7 @@ _SIGNAL = signal.SIGUSR1
 def joining() -> None:
     """Make visible what the environment asks for; ValueError if that cannot be read."""
     logs.show(levels.log_level())
+    trace_recorder.start_if_asked()
 
 
 def joined(world: World) -> None:
