@@ -29,6 +29,7 @@ COMMANDS = {
     "ps": Command("phalanx.debug.ps", "list the jobs of this user on this machine"),
     "top": Command("phalanx.debug.top", "watch what every rank of a job does"),
     "why": Command("phalanx.debug.why", "say why a job does not move"),
+    "trace": Command("phalanx.trace.command", "draw a timeline of a job that was recorded"),
     "bench": Command("phalanx.bench.command", "measure operations, alone or beside Gloo and MPI"),
     "doctor": Command("phalanx.doctor.command", "find what makes jobs slow or fail here"),
     "completion": Command("phalanx.completion", "make a shell complete these commands"),

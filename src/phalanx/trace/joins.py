@@ -22,8 +22,8 @@ _MESSAGES = ("send", "recv")
 class Joined:
     """Per operation of a trace, in its order; times in nanoseconds.
 
-    ``wait`` and ``transfer`` add up to ``duration``; ``wait`` is -1 where it cannot be known, since
-    another rank's record is missing. ``lost`` is the part of the wait in which the user's thread
+    ``wait`` and ``transfer`` add up to ``duration``; where they cannot be known, since another
+    rank's record is missing, ``wait`` is -1 and ``transfer`` 0. ``lost`` is the part of the wait in which the user's thread
     stood still. ``meeting`` is the place of a collective in the lists below, -1 for a message;
     ``partner`` the operation at the other end of a message, -1 if there is none.
 
@@ -33,6 +33,7 @@ class Joined:
 
     duration: NDArray[Any]
     wait: NDArray[Any]
+    transfer: NDArray[Any]
     lost: NDArray[Any]
     meeting: NDArray[Any]
     partner: NDArray[Any]
@@ -42,10 +43,6 @@ class Joined:
     last: NDArray[Any]
     late: NDArray[Any]
     waited: NDArray[Any]
-
-    @property
-    def transfer(self) -> NDArray[Any]:
-        return np.where(self.wait < 0, 0, self.duration - self.wait)
 
 
 def join(trace: Trace) -> Joined:
@@ -86,6 +83,7 @@ def join(trace: Trace) -> Joined:
     return Joined(
         duration,
         wait,
+        np.where(wait < 0, 0, duration - wait),
         _lost(table, is_message, wait),
         meeting,
         partner,

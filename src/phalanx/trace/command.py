@@ -1,0 +1,173 @@
+"""Draw a timeline of a job that was recorded.
+
+A job records what every rank does if it is run with `phalanx run --trace DIR`, or with
+PHALANX_TRACE=DIR in its environment. This command writes DIR/trace.html, a page that needs
+no network, and DIR/trace.json for https://ui.perfetto.dev and chrome://tracing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from phalanx.commands import CommandError
+
+if TYPE_CHECKING:
+    from phalanx.trace.files import Source
+
+EXAMPLES = [
+    ("phalanx run -n 4 --trace out/ train.py", "record a job"),
+    ("phalanx trace out/ --open", "draw it and open it in a browser"),
+    ("phalanx trace out/ -o report/", "write the two files elsewhere"),
+    ("phalanx trace out/ --json | jq .ranks", "only the summary, for programs"),
+]
+
+
+def configure(parser: ArgumentParser) -> None:
+    """Describe the arguments."""
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where the job was recorded")
+    parser.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="DIR",
+        help="where trace.html and trace.json go (default: beside the records)",
+    )
+    parser.add_argument("--open", action="store_true", help="open the page in a browser")
+    parser.add_argument(
+        "--json", action="store_true", help="print the summary as JSON and write no files"
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="show all runs recorded here, not only the newest"
+    )
+
+
+def run(arguments: Namespace) -> int:
+    """Read, join, write, and say what was found."""
+    from phalanx.trace import files, joins, summary
+
+    sources, problems = _sources(arguments.directory, arguments.all)
+    trace = files.assemble(sources, problems)
+    if not trace.operations.size and not trace.ranges.size:
+        raise CommandError(
+            f"nothing was recorded in {arguments.directory}: its {len(sources)} ranks have ended "
+            "before their first operation"
+        )
+    joined = joins.join(trace)
+    facts = summary.summarize(trace, joined)
+    if arguments.json:
+        for entry in (*facts["slowest"], *facts["stragglers"]):
+            del entry["index"]
+        print(json.dumps(facts, indent=2))
+        return 0
+    page = _write(arguments, trace, joined, facts)
+    _report(facts)
+    print(f"\n{page}\n{page.with_suffix('.json')}")
+    if arguments.open:
+        _open(page)
+    return 0
+
+
+def _sources(directory: Path, every_run: bool) -> tuple[list[Source], list[str]]:
+    from phalanx.trace import files
+
+    if not directory.is_dir():
+        raise CommandError(f"{directory} is not a directory: name the one given to --trace")
+    sources, problems = files.read_all(directory)
+    if not sources:
+        if problems:
+            raise CommandError(f"nothing in {directory} can be read:\n  " + "\n  ".join(problems))
+        raise CommandError(
+            f"{directory} has no records (files named rank*{files.SUFFIX}): run the job with "
+            f"phalanx run --trace {directory}"
+        )
+    runs = files.runs(sources)
+    if len(runs) > 1 and not every_run:
+        problems.append(
+            f"{len(runs)} runs have been recorded here; this is the newest (--all shows all)"
+        )
+        sources = runs[-1]
+    return sources, problems + _missing(sources)
+
+
+def _missing(sources: Sequence[Source]) -> list[str]:
+    """Say which ranks have left no record."""
+    from phalanx import _native
+
+    worlds: dict[int, set[int]] = {}
+    for source in sources:
+        worlds.setdefault(source.world, set(range(source.size))).discard(source.rank)
+    return [f"no record of {_native.rank_list(sorted(gone))}" for gone in worlds.values() if gone]
+
+
+def _write(arguments: Namespace, trace: Any, joined: Any, facts: dict[str, Any]) -> Path:
+    from phalanx.trace import chrome, layout, page
+
+    output: Path = arguments.output or arguments.directory
+    target = (output / "trace.html").absolute()
+    placed = layout.lay_out(trace, joined)
+    title = arguments.directory.resolve().name
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        target.write_text(page.build(trace, joined, placed, facts, title))
+        with open(target.with_suffix(".json"), "w") as file:
+            chrome.write(file, trace, joined, placed)
+    except OSError as error:
+        raise CommandError(f"cannot write into {output}: {error.strerror or error}") from error
+    return target
+
+
+def _report(facts: dict[str, Any]) -> None:
+    """Print the summary for people."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from phalanx.debug.text import amount
+    from phalanx.trace.words import moment
+
+    console = Console(highlight=False)
+    for problem in facts["problems"]:
+        print(f"phalanx: note: {problem}", file=sys.stderr)
+    console.print(
+        f"{facts['operations']:,} operations of {len(facts['ranks'])} ranks in "
+        f"{moment(facts['seconds'])}"
+        + (f", {facts['unfinished']} of them unfinished" if facts["unfinished"] else "")
+    )
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title, justify in (
+        ("rank", "right"),
+        ("lost to waiting", "right"),
+        ("of the run", "right"),
+        ("transferring", "right"),
+        ("came last", "right"),
+        ("kept others", "right"),
+        ("bytes", "right"),
+    ):
+        table.add_column(title, justify=justify)  # type: ignore[arg-type]
+    for rank in facts["ranks"]:
+        table.add_row(
+            str(rank["rank"]),
+            moment(rank["lost_seconds"]),
+            f"{rank['lost_seconds'] / (facts['seconds'] or 1):.1%}",
+            moment(rank["transfer_seconds"]),
+            f"{rank['came_last']:,}x",
+            moment(rank["kept_others_seconds"]),
+            amount(rank["bytes"], "B"),
+        )
+    console.print(table)
+    for entry in facts["stragglers"][:3]:
+        console.print(
+            f"at [bold]{entry['site']}[/] ({entry['op']}) ranks waited "
+            f"{moment(entry['waited_seconds'])}, mostly for rank {entry['rank']}"
+        )
+
+
+def _open(page: Path) -> None:
+    import webbrowser
+
+    if not webbrowser.open(page.as_uri()):
+        raise CommandError(f"no browser was found here: open {page} in one")
