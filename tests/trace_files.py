@@ -1,5 +1,7 @@
 """Records of ranks that never ran, for tests of what reads them."""
 
+from pathlib import Path
+
 import numpy as np
 
 from phalanx import _native
@@ -7,6 +9,7 @@ from phalanx.trace import files
 
 WORDS = _native.trace_words()
 WORLD = 7
+PATH = Path("rank0.trace")
 
 
 def head(rank, size, *, pid=100, world=WORLD, boot="boot", epoch=0, error=0, lost=0):
@@ -56,8 +59,8 @@ def stretch(name, started, finished):
     )
 
 
-def _slot(kind, dtype, **fields):
-    entry = np.zeros(1, dtype)
+def _slot(kind, layout, /, **fields):
+    entry = np.zeros(1, layout)
     for name, value in fields.items():
         entry[name] = value
     data = bytearray(entry.tobytes().ljust(128, b"\0"))
@@ -102,5 +105,7 @@ def many(directory, ranks, meetings, seed=0):
         table["finished"] = shift + 18_000
         slots = [site(f"train.py:{10 + i} in step{i}") for i in range(5)]
         slots.append(group(1, "world", rank, ranks))
-        slots += [stretch(f"epoch {i}", *shift[[i * 10, i * 10 + 9]]) for i in range(meetings // 10)]
+        slots += [
+            stretch(f"epoch {i}", *shift[[i * 10, i * 10 + 9]]) for i in range(meetings // 10)
+        ]
         write(directory, rank, ranks, [*slots, table.tobytes()])

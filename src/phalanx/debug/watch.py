@@ -37,6 +37,7 @@ def joining() -> None:
 
 def joined(world: World) -> None:
     """Begin to look after a world."""
+    trace_recorder.start_if_asked()  # torch's worlds come without having said so before
     errors.observer = failed
     _worlds.add(world)
     _listen()

@@ -124,9 +124,10 @@ def _write(arguments: Namespace, trace: Any, joined: Any, facts: dict[str, Any])
 def _report(facts: dict[str, Any]) -> None:
     """Print the summary for people."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    from phalanx.debug.text import amount
+    from phalanx.debug.text import amount, printable
     from phalanx.trace.words import moment
 
     console = Console(highlight=False)
@@ -138,16 +139,9 @@ def _report(facts: dict[str, Any]) -> None:
         + (f", {facts['unfinished']} of them unfinished" if facts["unfinished"] else "")
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for title, justify in (
-        ("rank", "right"),
-        ("lost to waiting", "right"),
-        ("of the run", "right"),
-        ("transferring", "right"),
-        ("came last", "right"),
-        ("kept others", "right"),
-        ("bytes", "right"),
-    ):
-        table.add_column(title, justify=justify)  # type: ignore[arg-type]
+    titles = ("rank", "lost waiting", "share", "transfer", "came last", "kept others", "bytes")
+    for title in titles:
+        table.add_column(title, justify="right", no_wrap=True)
     for rank in facts["ranks"]:
         table.add_row(
             str(rank["rank"]),
@@ -161,8 +155,10 @@ def _report(facts: dict[str, Any]) -> None:
     console.print(table)
     for entry in facts["stragglers"][:3]:
         console.print(
-            f"at [bold]{entry['site']}[/] ({entry['op']}) ranks waited "
-            f"{moment(entry['waited_seconds'])}, mostly for rank {entry['rank']}"
+            f"[bold]{moment(entry['waited_seconds'])}[/] waited for rank {entry['rank']}"
+            f"{' and others' if entry['rank_share'] < 1 else ''} at "
+            f"[bold]{escape(printable(entry['site']))}[/] ({entry['op']})",
+            soft_wrap=True,
         )
 
 

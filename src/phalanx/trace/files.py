@@ -153,7 +153,11 @@ class Trace:
 
 def read(path: Path) -> Source:
     """Read one file as far as it was written; BrokenFile if it is none."""
-    data = np.fromfile(path, np.uint8)
+    return parse(path, np.fromfile(path, np.uint8))
+
+
+def parse(path: Path, data: NDArray[Any]) -> Source:
+    """Read the bytes of a file."""
     if not data.any():
         raise BrokenFile("empty: the rank ended before it had written anything")
     if data.size < _HEAD_BYTES or data[:8].tobytes() != _MAGIC:

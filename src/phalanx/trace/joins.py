@@ -27,8 +27,9 @@ class Joined:
     stood still. ``meeting`` is the place of a collective in the lists below, -1 for a message;
     ``partner`` the operation at the other end of a message, -1 if there is none.
 
-    Per meeting: how many ``came`` of those that should, the ``first`` to come and the ``last``, as
-    operations, how much later the last one came, and the time that all ranks together waited.
+    Per meeting: how many ``came``, whether that is all, the ``first`` to come and the ``last``, as
+    operations, how much later the last one came, and the time that all ranks together waited for
+    it; both are 0 where not all came.
     """
 
     duration: NDArray[Any]
@@ -60,7 +61,8 @@ def join(trace: Trace) -> Joined:
     first, last, came, alone = _meet(table, collectives, meeting)
     sizes = np.array([group.size for group in trace.groups] or [1])
     complete = came == sizes[table["group"][last]] if last.size else np.zeros(0, bool)
-    late = np.where(came > 1, table["posted"][last] - table["posted"][first], 0)
+    # Where somebody never came, nobody who came is to blame.
+    late = np.where(complete, table["posted"][last] - table["posted"][first], 0)
     met = np.flatnonzero(meeting >= 0)
     until = table["posted"][last[meeting[met]]] - table["posted"][met]
     wait[met] = np.clip(until, 0, duration[met])
@@ -80,6 +82,7 @@ def join(trace: Trace) -> Joined:
 
     waited = np.zeros(last.size, np.int64)
     np.add.at(waited, meeting[met], np.maximum(wait[met], 0))
+    waited[~complete] = 0
     return Joined(
         duration,
         wait,
@@ -150,9 +153,10 @@ def _pair(
     again = np.lexsort((is_send, nth, given["tag"], target, source, given["group"]))
     same = np.zeros(max(order.size - 1, 0), bool)
     if order.size:
-        same = np.all(
-            [c[again][1:] == c[again][:-1] for c in (*columns[:4], nth)], axis=0
-        ) & ~is_send[again][:-1]
+        same = (
+            np.all([c[again][1:] == c[again][:-1] for c in (*columns[:4], nth)], axis=0)
+            & ~is_send[again][:-1]
+        )
     pairs = np.flatnonzero(same & is_send[again][1:]) if order.size else same.astype(np.int64)
     return moved[again[pairs + 1]], moved[again[pairs]]
 

@@ -28,9 +28,7 @@ _SCRIPTS = (
 )
 
 
-def build(
-    trace: Trace, joined: Joined, layout: Layout, summary: dict[str, Any], title: str
-) -> str:
+def build(trace: Trace, joined: Joined, layout: Layout, summary: dict[str, Any], title: str) -> str:
     """Return the page as text."""
     facts, data = _payload(trace, joined, layout, summary, title)
     here = files("phalanx.trace")
@@ -149,6 +147,7 @@ def _meetings(trace: Trace, joined: Joined, place: NDArray[Any]) -> dict[str, ND
         "meeting_at": np.concatenate([[0], np.cumsum(joined.came)]).astype("<u4"),
         "last": place[joined.last].astype("<u4"),
         "late": joined.late.astype("<f8"),
+        "complete": joined.complete.astype("u1"),
     }
 
 

@@ -161,6 +161,12 @@ class Panel {
   verdict(i) {
     const model = this.model;
     const meeting = model.meeting[i];
+    if (meeting >= 0 && !model.complete[meeting] && model.state[i] !== STATES.done) {
+      const came = model.companions(i).length;
+      return element("p", { class: "verdict" },
+        element("b", { class: "late" }, `${came} of ${model.groups[model.group[i]][1]} ranks`),
+        " came");
+    }
     if (meeting < 0 || !(model.late[meeting] > 0)) return null;
     const who = model.isLast(i) ? "this rank" : `rank ${model.rank[model.last[meeting]]}`;
     return element("p", { class: "verdict" },

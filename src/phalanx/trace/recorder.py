@@ -15,6 +15,7 @@ VARIABLE = "PHALANX_TRACE"
 
 _log = logs.area("trace")
 _lock = threading.Lock()
+_asking = threading.Lock()  # held while starting, which takes the other
 _directory: Path | None = None
 _users = 0
 _asked = False
@@ -109,12 +110,8 @@ def start_if_asked() -> None:
     """Start the recording that the environment asks for, until this process ends."""
     global _asked
     directory = os.environ.get(VARIABLE)
-    if directory and not _asked:
-        start(directory)
-        _asked = True
-        atexit.register(_stop_at_exit)
-
-
-def _stop_at_exit() -> None:
-    if _users:
-        stop()
+    with _asking:
+        if directory and not _asked:
+            start(directory)
+            _asked = True
+            atexit.register(stop)
