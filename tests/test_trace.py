@@ -287,7 +287,7 @@ def test_off_means_nothing(tmp_path, monkeypatch):
 
 def test_one_recording_at_a_time(tmp_path):
     with trace.record(tmp_path / "a"):
-        with pytest.raises(ValueError, match="one is being recorded in .*a"):
+        with pytest.raises(ValueError, match=str(tmp_path / "a")):
             trace.start(tmp_path / "b")
         with trace.record(tmp_path / "a"):
             pass

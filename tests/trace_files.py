@@ -93,7 +93,7 @@ def many(directory, ranks, meetings, seed=0):
     for rank in range(ranks):
         table = np.zeros(meetings, files._OPERATION_SLOT)
         table["kind"] = files._OPERATION
-        table["op"] = random.choice(ops, meetings) if rank < 0 else np.resize(ops, meetings)
+        table["op"] = np.resize(ops, meetings)
         table["state"], table["dtype"], table["ndim"] = files.DONE, 11, 1
         table["root"], table["source"] = -1, -1
         table["site"] = np.arange(meetings) % 5

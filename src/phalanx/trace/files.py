@@ -287,7 +287,8 @@ def _on_one_clock(trace: Trace) -> Trace:
 
 
 def _of_kind(slots: NDArray[Any], kinds: NDArray[Any], kind: int, dtype: Any) -> NDArray[Any]:
-    return np.ascontiguousarray(slots[kinds == kind]).view(dtype).reshape(-1)
+    chosen: NDArray[Any] = np.ascontiguousarray(slots[kinds == kind]).view(dtype)
+    return chosen.reshape(-1)
 
 
 def _with_rank(table: NDArray[Any], rank: int) -> NDArray[Any]:

@@ -23,9 +23,10 @@ class Joined:
     """Per operation of a trace, in its order; times in nanoseconds.
 
     ``wait`` and ``transfer`` add up to ``duration``; where they cannot be known, since another
-    rank's record is missing, ``wait`` is -1 and ``transfer`` 0. ``lost`` is the part of the wait in which the user's thread
-    stood still. ``meeting`` is the place of a collective in the lists below, -1 for a message;
-    ``partner`` the operation at the other end of a message, -1 if there is none.
+    rank's record is missing, ``wait`` is -1 and ``transfer`` 0. ``lost`` is the part of the wait in
+    which the user's thread stood still. ``meeting`` is the place of a collective in the lists
+    below, -1 for a message; ``partner`` the operation at the other end of a message, -1 if there is
+    none.
 
     Per meeting: how many ``came``, whether that is all, the ``first`` to come and the ``last``, as
     operations, how much later the last one came, and the time that all ranks together waited for

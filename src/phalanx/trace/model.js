@@ -54,11 +54,28 @@ class Model {
   endingAfter(row, moment) {
     return this.bisect(row, (i) => this.start[i] + this.length[i] > moment);
   }
-  startingAt(row, moment, from = row.first) {
-    return this.bisect(row, (i) => this.start[i] >= moment, from);
+  startingAt(row, moment) {
+    return this.bisect(row, (i) => this.start[i] >= moment);
   }
-  bisect(row, holds, from = row.first) {
-    let low = from, high = row.first + row.count;
+  // The same, of events that are not far from one that begins before.
+  nextStartingAt(row, moment, from) {
+    const { start } = this;
+    const end = row.first + row.count;
+    let low = from, step = 1;
+    while (low + step < end && start[low + step] < moment) {
+      low += step;
+      step *= 2;
+    }
+    let high = Math.min(low + step, end);
+    while (low < high) {
+      const middle = (low + high) >>> 1;
+      if (start[middle] >= moment) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  }
+  bisect(row, holds) {
+    let low = row.first, high = row.first + row.count;
     while (low < high) {
       const middle = (low + high) >>> 1;
       if (holds(middle)) high = middle;

@@ -7,16 +7,16 @@ class Overview {
   constructor(timeline) {
     this.timeline = timeline;
     this.canvas = document.getElementById("overview");
-    this.shares = null;
+    this.drawn = null; // what it looks like, but for the view
     this.grabbed = false;
     this.canvas.addEventListener("pointerdown", (event) => this.grab(event));
     this.canvas.addEventListener("pointermove", (event) => this.drag(event));
     this.canvas.addEventListener("pointerup", () => (this.grabbed = false));
   }
 
-  // What was measured holds no longer.
+  // What was drawn holds no longer.
   forget() {
-    this.shares = null;
+    this.drawn = null;
   }
 
   // Move what is in view, or go where nothing is in view yet.
@@ -42,25 +42,8 @@ class Overview {
   draw() {
     const { paint, limits, width, view } = this.timeline;
     const context = sharpen(this.canvas, width, OVERVIEW);
-    if (!this.shares) this.shares = this.measure(Math.floor(width - GUTTER));
-    context.fillStyle = paint.ground;
-    context.fillRect(0, 0, width, OVERVIEW);
-    const bottom = OVERVIEW - 8, tall = bottom - 10;
-    this.shares.forEach(([busy, waiting, hit], k) => {
-      const x = GUTTER + k;
-      const all = busy * tall, wait = waiting * tall;
-      context.fillStyle = paint.waiting;
-      context.fillRect(x, bottom - all, 1, wait);
-      context.fillStyle = paint.accent;
-      context.fillRect(x, bottom - all + wait, 1, all - wait);
-      if (!hit) return;
-      context.fillStyle = paint.late;
-      context.fillRect(x, bottom + 2, 1, 4);
-    });
-    context.font = paint.font;
-    context.textBaseline = "middle";
-    context.fillStyle = paint.muted;
-    context.fillText("all ranks", 14, OVERVIEW / 2);
+    if (!this.drawn) this.drawAll();
+    context.drawImage(this.drawn, 0, 0, width, OVERVIEW);
     const scale = (width - GUTTER) / (limits.end - limits.start);
     const left = GUTTER + (view.start - limits.start) * scale;
     const right = GUTTER + (view.end - limits.start) * scale;
@@ -75,6 +58,31 @@ class Overview {
     context.fillStyle = paint.line;
     context.fillRect(0, OVERVIEW - 1, width, 1);
     context.fillRect(GUTTER - 1, 0, 1, OVERVIEW);
+  }
+
+  // What does not change with the view.
+  drawAll() {
+    const { paint, width } = this.timeline;
+    this.drawn = document.createElement("canvas");
+    const context = sharpen(this.drawn, width, OVERVIEW);
+    context.fillStyle = paint.ground;
+    context.fillRect(0, 0, width, OVERVIEW);
+    const bottom = OVERVIEW - 8, tall = bottom - 10;
+    this.measure(Math.floor(width - GUTTER)).forEach(([busy, waiting, hit], k) => {
+      const x = GUTTER + k;
+      const all = busy * tall, wait = waiting * tall;
+      context.fillStyle = paint.waiting;
+      context.fillRect(x, bottom - all, 1, wait);
+      context.fillStyle = paint.accent;
+      context.fillRect(x, bottom - all + wait, 1, all - wait);
+      if (!hit) return;
+      context.fillStyle = paint.late;
+      context.fillRect(x, bottom + 2, 1, 4);
+    });
+    context.font = paint.font;
+    context.textBaseline = "middle";
+    context.fillStyle = paint.muted;
+    context.fillText("all ranks", 14, OVERVIEW / 2);
   }
 
   // For each column: the share of the ranks' time in operations, in waiting, and whether it has a

@@ -80,7 +80,7 @@ def _by_group(trace: Trace, joined: Joined) -> Iterator[dict[str, Any]]:
 
 
 def _slowest(trace: Trace, joined: Joined) -> Iterator[dict[str, Any]]:
-    """Tell of the longest operations, each once: of a collective the rank that was in it longest."""
+    """Tell of the longest operations: of each collective the rank that was in it longest."""
     table = trace.operations
     shown: set[tuple[bool, int]] = set()
     for i in np.argsort(-joined.duration, kind="stable"):

@@ -293,7 +293,7 @@ class Timeline {
         continue;
       }
       const pixel = Math.floor(left);
-      const next = Math.max(model.startingAt(row, this.moment(pixel + 1), i + 1), i + 1);
+      const next = Math.max(model.nextStartingAt(row, this.moment(pixel + 1), i), i + 1);
       // A wide one that begins within this pixel is drawn on its own.
       const stop = next > i + 1 && this.x(model.end(next - 1)) - left > 2.5 ? next - 1 : next;
       const busy = row.busy[stop - row.first] - row.busy[i - row.first];
@@ -303,10 +303,14 @@ class Timeline {
       const lit = !this.lit || this.litBefore[stop] > this.litBefore[i];
       const dense = 0.35 + 0.65 * Math.min(busy / perPixel, 1);
       context.globalAlpha = lit ? dense : dense * 0.14;
-      context.fillStyle = paint.pale[op];
-      context.fillRect(pixel, y, 1, upper);
-      context.fillStyle = paint.solid[op];
-      context.fillRect(pixel, y + upper, 1, height - upper);
+      if (upper > 0) {
+        context.fillStyle = paint.pale[op];
+        context.fillRect(pixel, y, 1, upper);
+      }
+      if (upper < height) {
+        context.fillStyle = paint.solid[op];
+        context.fillRect(pixel, y + upper, 1, height - upper);
+      }
       context.globalAlpha = 1;
       i = stop;
     }
