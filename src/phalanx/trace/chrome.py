@@ -6,12 +6,10 @@ import json
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-import numpy as np
-
 from phalanx.trace.files import Trace
 from phalanx.trace.joins import Joined
 from phalanx.trace.layout import Layout
-from phalanx.trace.words import describe
+from phalanx.trace.words import Facts
 
 _MICROSECOND = 1000
 
@@ -30,26 +28,29 @@ def write(file: TextIO, trace: Trace, joined: Joined, layout: Layout) -> None:
 
 def _events(trace: Trace, joined: Joined, layout: Layout) -> Iterator[dict[str, Any]]:
     yield from _lanes(trace, layout)
-    table = trace.operations
-    for i in range(table.size):
-        place = {"pid": int(table["rank"][i]), "tid": int(layout.operation_rows[i])}
-        facts = describe(trace, joined, i)
-        start = int(table["posted"][i]) / _MICROSECOND
+    table, facts = trace.operations, Facts(trace, joined)
+    ranks, rows = table["rank"].tolist(), layout.operation_rows.tolist()
+    starts, durations = (table["posted"] / _MICROSECOND).tolist(), joined.duration.tolist()
+    waits, meetings, partners = (
+        each.tolist() for each in (joined.wait, joined.meeting, joined.partner)
+    )
+    for i, start in enumerate(starts):
+        place = {"pid": ranks[i], "tid": rows[i]}
+        told = facts[i]
         yield {
             "ph": "X",
-            "name": facts["op"],
-            "cat": "message" if joined.meeting[i] < 0 else "collective",
+            "name": told["op"],
+            "cat": "message" if meetings[i] < 0 else "collective",
             "ts": start,
-            "dur": int(joined.duration[i]) / _MICROSECOND,
-            "args": facts,
+            "dur": durations[i] / _MICROSECOND,
+            "args": told,
             **place,
         }
-        if 0 < joined.wait[i] < joined.duration[i]:
-            waiting = {"ts": start, "dur": int(joined.wait[i]) / _MICROSECOND}
+        if 0 < waits[i] < durations[i]:
+            waiting = {"ts": start, "dur": waits[i] / _MICROSECOND}
             yield {"ph": "X", "name": "wait", "cat": "wait", **waiting, **place}
-    for send in np.flatnonzero(joined.partner >= 0):
-        if trace.words["op"][table["op"][send]] == "send":
-            yield from _arrow(table, layout, int(send), int(joined.partner[send]))
+        if told["op"] == "send" and partners[i] >= 0:
+            yield from _arrow(table, layout, i, partners[i])
     for i, stretch in enumerate(trace.ranges):
         end = stretch["finished"] if stretch["finished"] >= 0 else trace.length
         yield {

@@ -157,7 +157,7 @@ def _shapes(
     """Return the different shapes in words, and which of them each event has."""
     keys = np.concatenate([ndim[:, None], shapes], axis=1)
     known, which = np.unique(keys, axis=0, return_inverse=True)
-    return [shape_text(key[1:], int(key[0])) for key in known], which.reshape(-1).astype("<u4")
+    return [shape_text(key[1:], key[0]) for key in known.tolist()], which.reshape(-1).astype("<u4")
 
 
 def _range_names(trace: Trace) -> list[str]:

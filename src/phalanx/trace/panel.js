@@ -45,7 +45,8 @@ class Panel {
   }
 
   stragglers() {
-    const entries = this.model.summary.stragglers;
+    const all = this.model.summary.stragglers;
+    const entries = all.filter((each) => each.waited_seconds > 1e-3 * all[0].waited_seconds);
     if (!entries.length) return null;
     const rows = entries.slice(0, 8).map((entry) =>
       this.entry(entry.index, entry.op, entry.site, duration(entry.waited_seconds * 1e9),

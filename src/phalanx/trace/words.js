@@ -33,6 +33,7 @@ function moment(ns, step, largest = Math.abs(ns)) {
 }
 
 function percent(share) {
+  if (share < 0.0005) return "0 %";
   return `${(100 * share).toFixed(share >= 0.0995 ? 0 : 1)} %`;
 }
 
