@@ -299,7 +299,7 @@ def test_one_recording_at_a_time(tmp_path):
 
 def test_a_directory_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="cannot record a trace"):
         trace.start(tmp_path / "file")
     assert not trace.is_recording()
 

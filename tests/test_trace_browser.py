@@ -244,7 +244,7 @@ def test_search_finds_a_call_site_and_jumps(visit, small):
     page.keyboard.press("Enter")
     assert page.locator("#hits").inner_text() == "1 of 3"
     shoot(page, "search")
-    for query, hits in (("send", "1 hits"), ("world", "8 hits"), ("#2 reduce", "3 hits")):
+    for query, hits in (("send", "1 hit"), ("world", "8 hits"), ("#2 reduce", "3 hits")):
         page.locator("#query").fill(query)
         assert page.locator("#hits").inner_text() == hits
     page.locator("#query").fill("nowhere.py")

@@ -185,12 +185,20 @@ def test_lost_operations_and_missing_ranks_are_told(tmp_path, capsys):
     assert "no record of ranks 1-3" in said
 
 
+def test_who_never_came_is_told(tmp_path, capsys):
+    start = [made.site("train.py:88 in step"), made.group(1, "world", 0, 2)]
+    made.write(tmp_path, 0, 2, [*start, made.operation("barrier", 1, 10, 20, state=6)])
+    made.write(tmp_path, 1, 2, [made.group(1, "world", 1, 2)])
+    said = run(capsys, tmp_path).out
+    assert "rank 1 never came to barrier #1 on world at train.py:88 in step" in said
+
+
 def test_runs_in_one_directory(job, capsys):
     """The newest is shown, unless all are asked for."""
     slots = [made.site("b.py:1"), made.group(9, "w", 0, 1), made.operation("barrier", 1, 10, 20)]
     made.write(job, 0, 1, slots, "rank0-7.trace", pid=7, world=8, epoch=10**15)
     said = run(capsys, job)
-    assert "1 operations of 1 ranks" in said.out
+    assert "1 operation of 1 rank" in said.out
     assert "2 runs have been recorded here" in said.err
     assert "5 operations of 2 ranks" in run(capsys, job, "--all").out
 

@@ -54,14 +54,15 @@ def run(arguments: Namespace) -> int:
     trace = files.assemble(sources, problems)
     if not trace.operations.size and not trace.ranges.size:
         raise CommandError(
-            f"nothing was recorded in {arguments.directory}: its {len(sources)} ranks have ended "
-            "before their first operation"
+            f"nothing was recorded in {arguments.directory}: its ranks "
+            f"({len(sources)} files) have ended before their first operation"
         )
     joined = joins.join(trace)
     facts = summary.summarize(trace, joined)
     if arguments.json:
-        for entry in (*facts["slowest"], *facts["stragglers"]):
-            del entry["index"]
+        for part in ("slowest", "stragglers", "unmet"):
+            for entry in facts[part]:
+                del entry["index"]
         print(json.dumps(facts, indent=2))
         return 0
     page = _write(arguments, trace, joined, facts)
@@ -128,15 +129,15 @@ def _report(facts: dict[str, Any]) -> None:
     from rich.table import Table
 
     from phalanx.debug.text import amount, printable
-    from phalanx.trace.words import moment
+    from phalanx.trace.words import count, moment
 
     console = Console(highlight=False)
     for problem in facts["problems"]:
         print(f"phalanx: note: {problem}", file=sys.stderr)
+    unfinished = f", {facts['unfinished']} of them unfinished" if facts["unfinished"] else ""
     console.print(
-        f"{facts['operations']:,} operations of {len(facts['ranks'])} ranks in "
-        f"{moment(facts['seconds'])}"
-        + (f", {facts['unfinished']} of them unfinished" if facts["unfinished"] else "")
+        f"{count(facts['operations'], 'operation')} of {count(len(facts['ranks']), 'rank')} in "
+        f"{moment(facts['seconds'])}{unfinished}"
     )
     table = Table(box=None, pad_edge=False, header_style="dim")
     titles = ("rank", "lost waiting", "share", "transfer", "came last", "kept others", "bytes")
@@ -160,6 +161,19 @@ def _report(facts: dict[str, Any]) -> None:
             f"[bold]{escape(printable(entry['site']))}[/] ({entry['op']})",
             soft_wrap=True,
         )
+    for entry in facts["unmet"][:3]:
+        console.print(
+            f"[bold]{_absent(entry['absent'])}[/] never came to {entry['op']} "
+            f"#{entry['sequence']} on {escape(printable(entry['group']))} at "
+            f"[bold]{escape(printable(entry['site']))}[/]",
+            soft_wrap=True,
+        )
+
+
+def _absent(ranks: list[int]) -> str:
+    from phalanx import _native
+
+    return _native.rank_list(ranks) if ranks else "a rank without a record"
 
 
 def _open(page: Path) -> None:

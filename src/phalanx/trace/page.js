@@ -7,7 +7,7 @@ class Search {
     this.hits = null;
     this.at = -1;
     this.query = document.getElementById("query");
-    this.count = document.getElementById("hits");
+    this.tally = document.getElementById("hits");
     this.op = -1; // that alone is lit, chosen in the legend
     this.query.addEventListener("input", () => this.look());
     this.query.addEventListener("keydown", (event) => {
@@ -50,9 +50,9 @@ class Search {
     this.tell();
   }
   tell() {
-    const { hits, at, count } = this;
-    count.textContent = !hits ? "" : !hits.length ? "no hits"
-      : at < 0 ? `${number(hits.length)} hits` : `${number(at + 1)} of ${number(hits.length)}`;
+    const { hits, at } = this;
+    this.tally.textContent = !hits ? "" : !hits.length ? "no hits"
+      : at < 0 ? count(hits.length, "hit") : `${number(at + 1)} of ${number(hits.length)}`;
   }
   clear() {
     this.query.value = "";
@@ -104,7 +104,7 @@ async function main() {
   const began = new Date(facts.began).toLocaleString(undefined,
     { dateStyle: "medium", timeStyle: "medium" });
   document.getElementById("facts-line").textContent = [
-    `${model.ranks.length} ranks`, `${number(summary.operations)} operations`,
+    count(model.ranks.length, "rank"), count(summary.operations, "operation"),
     duration(facts.length_ns), began].join(" · ");
   const problems = document.getElementById("problems");
   problems.hidden = !summary.problems.length;

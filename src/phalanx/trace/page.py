@@ -176,6 +176,7 @@ def _with_places(summary: dict[str, Any], place: NDArray[Any]) -> dict[str, Any]
         **summary,
         "slowest": placed(summary["slowest"]),
         "stragglers": placed(summary["stragglers"]),
+        "unmet": placed(summary["unmet"]),
     }
 
 

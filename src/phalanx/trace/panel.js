@@ -6,13 +6,8 @@ class Panel {
     this.on = on; // reveal(event)
     this.tooltip = document.getElementById("tooltip");
     this.selection = element("section", { id: "selection", hidden: "" });
-    document.getElementById("panel").append(
-      this.selection,
-      this.waiting(),
-      this.stragglers(),
-      this.slowest(),
-      this.groups(),
-    );
+    const sections = [this.unmet(), this.waiting(), this.stragglers(), this.slowest(), this.groups()];
+    document.getElementById("panel").append(this.selection, ...sections.filter(Boolean));
   }
 
   dot(op) {
@@ -20,6 +15,19 @@ class Panel {
   }
   section(title, about, ...children) {
     return element("section", {}, element("h2", {}, title), element("p", {}, about), ...children);
+  }
+
+  unmet() {
+    const rows = this.model.summary.unmet.slice(0, 6).map((entry) =>
+      this.entry(entry.index, entry.op, entry.site, `#${number(entry.sequence)}`,
+        element("span", {}, element("b", { class: "late" }, this.absent(entry)),
+          ` never came on ${entry.group}`)));
+    return rows.length
+      ? this.section("Not met", "collectives that some ranks did not come to", ...rows) : null;
+  }
+  absent({ absent }) {
+    if (!absent.length) return "a rank without a record";
+    return `${absent.length === 1 ? "rank" : "ranks"} ${absent.join(", ")}`;
   }
 
   waiting() {
@@ -40,6 +48,15 @@ class Panel {
         element("span", { class: "share" }, percent(rank.lost_seconds / (seconds || 1))),
       );
     });
+    const many = 16;
+    if (rows.length > many) {
+      const most = ranks.map((_, i) => i).sort((a, b) => ranks[b].lost_seconds - ranks[a].lost_seconds);
+      const others = most.slice(many - 4).sort((a, b) => a - b).map((i) => rows[i]);
+      const shown = most.slice(0, many - 4).map((i) => rows[i]);
+      const more = element("details", {},
+        element("summary", {}, `${others.length} ranks that lost less`), ...others);
+      rows.splice(0, rows.length, ...shown, more);
+    }
     return this.section("Time lost to waiting",
       "in which a rank stood still until others came; beside it, in colour, moving data", ...rows);
   }
@@ -163,10 +180,11 @@ class Panel {
     const model = this.model;
     const meeting = model.meeting[i];
     if (meeting >= 0 && !model.complete[meeting] && model.state[i] !== STATES.done) {
-      const came = model.companions(i).length;
+      const entry = model.summary.unmet.find((each) => model.meeting[each.index] === meeting);
+      const came = `${model.companions(i).length} of ${model.groups[model.group[i]][1]} ranks`;
       return element("p", { class: "verdict" },
-        element("b", { class: "late" }, `${came} of ${model.groups[model.group[i]][1]} ranks`),
-        " came");
+        element("b", { class: "late" }, entry ? this.absent(entry) : came),
+        entry ? ` never came; ${came} did` : " came");
     }
     if (meeting < 0 || !(model.late[meeting] > 0)) return null;
     const who = model.isLast(i) ? "this rank" : `rank ${model.rank[model.last[meeting]]}`;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -36,12 +37,20 @@ def start(directory: str | os.PathLike[str]) -> None:
                 "(a process records one at a time: stop that one first)"
             )
         if _directory is None:
-            wanted.mkdir(parents=True, exist_ok=True)
-            if not os.access(wanted, os.W_OK | os.X_OK):
-                raise PermissionError(f"cannot record a trace in {wanted}: it is not writable")
+            _prepare(wanted)
             _native.trace_start(str(wanted))
             _directory = wanted
         _users += 1
+
+
+def _prepare(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        what = f"cannot record a trace: {error.strerror} (it must be a directory to write to)"
+        raise type(error)(error.errno, what, str(directory)) from None
 
 
 def stop() -> None:

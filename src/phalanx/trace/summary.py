@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from phalanx.trace.files import WAITING, Trace
+from phalanx.trace.files import DONE, WAITING, Trace
 from phalanx.trace.joins import Joined
 
 _SECOND = 1e9
@@ -28,6 +28,7 @@ def summarize(trace: Trace, joined: Joined) -> dict[str, Any]:
         "groups": list(_by_group(trace, joined)),
         "slowest": list(_slowest(trace, joined)),
         "stragglers": list(_stragglers(trace, joined)),
+        "unmet": list(_unmet(trace, joined)),
         "problems": trace.problems,
     }
 
@@ -136,6 +137,26 @@ def _stragglers(trace: Trace, joined: Joined) -> Iterator[dict[str, Any]]:
             "median_late_seconds": float(np.median(late) / _SECOND),
             "worst_late_seconds": float(late.max() / _SECOND),
             "index": int(joined.last[worst]),
+        }
+
+
+def _unmet(trace: Trace, joined: Joined) -> Iterator[dict[str, Any]]:
+    """Tell of collectives that failed, or never ended, because some ranks did not come."""
+    table = trace.operations
+    met = np.flatnonzero(joined.meeting >= 0)
+    stuck = met[~joined.complete[joined.meeting[met]] & (table["state"][met] != DONE)]
+    for meeting in np.unique(joined.meeting[stuck])[:_SHOWN]:
+        came = np.flatnonzero(joined.meeting == meeting)
+        first = int(joined.first[meeting])
+        group = trace.groups[table["group"][first]]
+        yield {
+            "index": first,
+            "op": trace.words["op"][table["op"][first]],
+            "group": group.name,
+            "sequence": int(table["sequence"][first]),
+            "site": trace.sites[table["site"][first]][0],
+            "came": table["rank"][came].tolist(),
+            "absent": sorted(set(group.members) - set(table["rank"][came].tolist())),
         }
 
 

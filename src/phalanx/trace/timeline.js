@@ -431,6 +431,7 @@ class Timeline {
     if (boxes.length < 2) return;
     context.lineWidth = 1;
     if (model.meeting[i] >= 0) {
+      if (!model.complete[model.meeting[i]]) return;
       const x = Math.round(this.x(model.start[model.last[model.meeting[i]]])) + 0.5;
       context.setLineDash([4, 3]);
       context.strokeStyle = paint.late;

@@ -4,6 +4,10 @@ function number(value) {
   return Math.round(value).toLocaleString("en-US");
 }
 
+function count(value, what) {
+  return `${number(value)} ${what}${value === 1 ? "" : "s"}`;
+}
+
 // Three significant digits: "812 ns", "4.56 ms", "12.3 s".
 function duration(ns) {
   if (!ns) return "0";

@@ -24,6 +24,11 @@ def moment(seconds: float) -> str:
     return f"{seconds * 1e9:.0f} ns"
 
 
+def count(number: int, what: str) -> str:
+    """Say how many: "1 rank", "1,000 ranks"."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 class Facts:
     """What there is to say of each operation, made of values that JSON knows."""
 
