@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -90,8 +91,6 @@ def test_every_operation_is_recorded(tmp_path, monkeypatch, ranks):
 def meanwhile():
     rank = dist.get_rank()
     x = torch.ones(8)
-    if rank == 0:
-        time.sleep(0.05)
     work = dist.all_reduce(x, async_op=True)
     work.wait()
     with dist._coalescing_manager():
@@ -121,9 +120,24 @@ def test_asynchronous_and_coalesced_operations(tmp_path):
     assert (first["issued"] <= first["posted"]).all()
     assert (first["awaited"] >= 0).all()
     assert "all_gather_object" in told(recorded, 0, "api")
-    # Rank 1 stood still while rank 0 slept.
+
+
+def come_late(directory):
+    # The record itself says when rank 1 is there.
+    while dist.get_rank() == 0 and not files.assemble(files.read_all(directory)[0]).operations.size:
+        time.sleep(0.001)
+    dist.barrier()
+
+
+def test_who_waits_for_whom(tmp_path):
+    with trace.record(tmp_path):
+        run_ranks(come_late, 2, tmp_path)
+    recorded = read(tmp_path)
     joined = joins.join(recorded)
-    assert joined.lost[(recorded.operations["rank"] == 1)].sum() > 20e6
+    assert recorded.operations["rank"].tolist() == [1, 0]
+    assert joined.last.tolist() == [1]
+    assert joined.lost[0] == joined.wait[0] == joined.late[0] > 0
+    assert joined.lost[1] == 0
 
 
 def in_groups():
@@ -226,7 +240,7 @@ def test_a_full_disk_is_told(tmp_path):
     assert str(10_000 - room) in problems[0]
 
 
-def mistakes():
+def mistakes(given_up):
     x = torch.ones(1 + dist.get_rank())
     with pytest.raises(dist.CollectiveMismatch):
         dist.all_reduce(x)
@@ -234,15 +248,16 @@ def mistakes():
     if dist.get_rank() == 0:
         with pytest.raises(dist.DistTimeout):
             dist.barrier(group)
+        given_up.set()
     else:
-        time.sleep(0.2)
+        given_up.wait()
         with pytest.raises(dist.DistTimeout):
             dist.barrier(group)
 
 
 def test_failures_are_recorded(tmp_path):
     with trace.record(tmp_path):
-        run_ranks(mistakes, 2)
+        run_ranks(mistakes, 2, threading.Event())
     recorded = read(tmp_path)
     assert told(recorded, 0, "op", "state") == [
         ("all_reduce", "mismatch"),

@@ -50,14 +50,17 @@ class Model {
     return this.start[i] + this.length[i];
   }
 
-  // The first event of a row that ends after a moment, and the first that begins at or after it.
+  // The first event of a row that ends after a moment.
   endingAfter(row, moment) {
-    return this.bisect(row, (i) => this.start[i] + this.length[i] > moment);
+    let low = row.first, high = row.first + row.count;
+    while (low < high) {
+      const middle = (low + high) >>> 1;
+      if (this.start[middle] + this.length[middle] > moment) high = middle;
+      else low = middle + 1;
+    }
+    return low;
   }
-  startingAt(row, moment) {
-    return this.bisect(row, (i) => this.start[i] >= moment);
-  }
-  // The same, of events that are not far from one that begins before.
+  // The first that begins at or after a moment, not far from one that is known to be before it.
   nextStartingAt(row, moment, from) {
     const { start } = this;
     const end = row.first + row.count;
@@ -74,19 +77,11 @@ class Model {
     }
     return low;
   }
-  bisect(row, holds) {
-    let low = row.first, high = row.first + row.count;
-    while (low < high) {
-      const middle = (low + high) >>> 1;
-      if (holds(middle)) high = middle;
-      else low = middle + 1;
-    }
-    return low;
-  }
 
-  // How long a row was busy, and how much of that waiting, from its beginning until a moment.
-  until(row, moment) {
-    const i = this.startingAt(row, moment);
+  // How long a row was busy, and how much of that waiting, from its beginning until a moment; and
+  // the first event after it, to go on from.
+  until(row, moment, from = row.first) {
+    const i = this.nextStartingAt(row, moment, from);
     const at = i - row.first;
     let busy = row.busy[at], waiting = row.waiting[at];
     if (at > 0) {
@@ -95,7 +90,7 @@ class Model {
       busy -= beyond;
       waiting -= Math.max(0, Math.min(wait, beyond - (this.length[i - 1] - wait)));
     }
-    return [busy, waiting];
+    return [busy, waiting, i];
   }
 
   at(row, moment, slack) {
@@ -106,9 +101,6 @@ class Model {
 
   isRange(i) {
     return this.op[i] === this.rangeOp;
-  }
-  isMessage(i) {
-    return this.meeting[i] < 0 && !this.isRange(i);
   }
   isOver(i) {
     return this.state[i] !== STATES.waiting;

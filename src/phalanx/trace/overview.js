@@ -94,7 +94,7 @@ class Overview {
     for (const row of model.rows.filter((each) => !each.ranges)) {
       let before = model.until(row, limits.start);
       for (let k = 0; k < columns; k++) {
-        const now = model.until(row, limits.start + (k + 1) * per);
+        const now = model.until(row, limits.start + (k + 1) * per, before[2]);
         shares[k][0] += (now[0] - before[0]) / per / model.ranks.length;
         shares[k][1] += (now[1] - before[1]) / per / model.ranks.length;
         before = now;

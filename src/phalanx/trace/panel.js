@@ -82,7 +82,9 @@ class Panel {
       if (entry.wait_seconds !== null && entry.seconds > 0) {
         about.push(`${percent(entry.wait_seconds / entry.seconds)} waiting`);
       }
-      if (entry.state !== "done") about.push(entry.state);
+      if (entry.state !== "done") {
+        about.push(entry.state === "waiting" ? "not finished" : entry.state);
+      }
       return this.entry(entry.index, entry.op, entry.site, duration(entry.seconds * 1e9),
         element("span", {}, about.join(" · ")));
     });
