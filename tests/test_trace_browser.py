@@ -299,3 +299,31 @@ def test_a_hundred_thousand_operations(visit, large):
     point_at(page, page.evaluate("timeline.selected"))
     page.wait_for_selector("#tooltip:not([hidden])")
     assert "train.py:13 in step3" in page.locator("#tooltip").inner_text()
+
+
+def test_what_is_missing_is_told(visit, tmp_path):
+    """A rank without a record, one that never came, an operation that never ended."""
+    start = [made.site("train.py:88 in step"), made.group(1, "world", 0, 3)]
+    done = made.operation("barrier", 1, 1_000, 5_000)
+    made.write(tmp_path, 0, 3, [*start, done, made.operation("all_gather", 2, 9_000, 0)])
+    made.write(tmp_path, 1, 3, [*start, done])
+    assert cli.main(["trace", str(tmp_path)]) == 0
+    page = visit(tmp_path / "trace.html")
+    assert page.locator("#problems").inner_text() == "no record of rank 2"
+    assert "rank 1 never came on world" in page.locator("#panel").inner_text()
+    point_at(page, event(page, "barrier", 0))
+    page.wait_for_selector("#tooltip:not([hidden])")
+    assert "wait unknown" in page.locator("#tooltip").inner_text()
+    page.evaluate("(i) => timeline.select(i)", event(page, "all_gather", 0))
+    text = page.locator("#selection").inner_text()
+    assert "rank 1 never came; 1 of 3 ranks did" in text
+    assert "not finished" in text
+
+
+def test_only_ranges(visit, tmp_path):
+    made.write(tmp_path, 0, 1, [made.stretch("outer", 10, 900), made.stretch("inner", 20, 90)])
+    assert cli.main(["trace", str(tmp_path)]) == 0
+    page = visit(tmp_path / "trace.html")
+    page.locator("#query").fill("inner")
+    assert page.locator("#hits").inner_text() == "1 hit"
+    assert "null" not in page.locator("#panel").inner_text()

@@ -341,6 +341,7 @@ class Timeline {
     context.fillStyle = paint.pale[op];
     context.fillRect(from, y, turn - from, height);
     context.fillStyle = isRange ? paint.pale[op] : paint.solid[op];
+    if (model.wait[i] < 0) context.globalAlpha *= 0.6; // how much of it was waiting is unknown
     context.fillRect(turn, y, from + width - turn, height);
     if (isRange) {
       context.fillStyle = paint.solid[op];
@@ -405,6 +406,10 @@ class Timeline {
       const text = wide > 70 ? `+${duration(late)}` : "";
       if (text && !dim && x > GUTTER + 70) {
         context.textAlign = "right";
+        context.strokeStyle = paint.ground; // so that it can be read on an operation
+        context.lineWidth = 3;
+        context.lineJoin = "round";
+        context.strokeText(text, x - 8, y - 6);
         context.fillText(text, x - 8, y - 6);
         context.textAlign = "left";
       }
