@@ -23,7 +23,7 @@ check: $(VENV)/dev.stamp  ## lint, formats, types
 	scripts/check
 
 docs: $(VENV)/docs.stamp  ## build the site of the documentation into build/site
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/bench.stamp  ## compare with Gloo, MPI and torch's threaded group
 	$(BIN)/python -m benchmarks.collectives --docs docs

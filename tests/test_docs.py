@@ -145,6 +145,7 @@ def test_the_reference_has_every_public_name() -> None:
     assert len(ENTRIES) == len(set(ENTRIES)), "a name has two entries"
     described = {resolve(entry) for entry in ENTRIES}
     modules = {"algorithms", "data", "debug", "launch", "optim", "parallel", "stores", "testing"}
+    modules |= {"trace"}
     for name in set(phalanx.__all__) - modules:
         value = getattr(phalanx, name)
         assert f"phalanx.{name}" in ENTRIES or value in described, f"{name} is not in docs/api"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         parallel,
         stores,
         testing,
+        trace,
     )
     from phalanx.algorithms.join import Join, Joinable, JoinHook
     from phalanx.backends.base import GroupBackend
@@ -254,6 +255,7 @@ __all__ = [
     "stores",
     "supports_complex",
     "testing",
+    "trace",
 ]
 
 # Where the names come from. A module is imported when one of its names is first asked for, so that
@@ -268,6 +270,7 @@ _MODULES = {
     "parallel",
     "stores",
     "testing",
+    "trace",
 }
 _NAMES = {
     "algorithms.join": "Join Joinable JoinHook",

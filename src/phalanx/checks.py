@@ -6,7 +6,6 @@ Types are a TypeError, values a ValueError, devices and splits a RuntimeError, a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any, TypeGuard, cast
 
@@ -14,22 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-import phalanx_autoload
-from phalanx import _native
 from phalanx._native import common_dtype_code, dtype_code
 from phalanx.errors import DistBackendError
 from phalanx.groups import ProcessGroup
 from phalanx.types import DTYPES, ReduceOp
 
 _STRIDED = torch.strided
-
-_native.configure(
-    Tensor,
-    [
-        os.path.dirname(os.path.abspath(module)) + os.sep
-        for module in (__file__, phalanx_autoload.__file__, torch.__file__)
-    ],
-)
 
 
 def plain(tensor: object) -> TypeGuard[Tensor]:
