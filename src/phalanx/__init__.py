@@ -258,8 +258,10 @@ __all__ = [
     "trace",
 ]
 
-# Where the names come from. A module is imported when one of its names is first asked for, so that
-# `import phalanx` costs little: the command line does without torch as long as it can.
+# Where the names come from. `import phalanx` alone costs little: the command line does without
+# torch as long as it can. The first name from a module in `_CORE` brings the names of all of those,
+# so that a rank in trouble (out of descriptors, say) has at hand what it needs; of the others each
+# comes when it is asked for.
 _MODULES = {
     "algorithms",
     "data",
@@ -322,6 +324,21 @@ _NAMES = {
         "_rank_not_in_group=is_outside"
     ),
 }
+_CORE = {
+    "backends.base",
+    "backends.registry",
+    "coalescing",
+    "collectives",
+    "errors",
+    "groups",
+    "objects",
+    "p2p",
+    "stores.rendezvous",
+    "subgroups",
+    "types",
+    "work",
+    "world",
+}
 _ORIGINS = {
     public: (module, name or public)
     for module, names in _NAMES.items()
@@ -334,10 +351,11 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"phalanx.{name}")
     if name not in _ORIGINS:
         raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
-    module, original = _ORIGINS[name]
-    value = getattr(importlib.import_module(f"phalanx.{module}"), original)
-    globals()[name] = value
-    return value
+    module = _ORIGINS[name][0]
+    for other, (origin, original) in _ORIGINS.items():
+        if other == name or {module, origin} <= _CORE:
+            globals()[other] = getattr(importlib.import_module(f"phalanx.{origin}"), original)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:
