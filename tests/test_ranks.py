@@ -119,7 +119,7 @@ def test_exit_is_an_error(ranks: str) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "name"),
-    [([3], "rank 3"), ([1, 0], "ranks 0-1"), ([5, 0, 2, 1, 7], "ranks 0-2, 5, 7")],
+    [([3], "rank 3"), ([1, 0], "ranks 0, 1"), ([5, 0, 2, 1, 7], "ranks 0-2, 5, 7")],
 )
 def test_ranks_are_spelled_briefly(ranks: list[int], name: str) -> None:
     assert spell(ranks) == name

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import phalanx
+from phalanx import _native
 from phalanx.errors import DistError, DistTimeout, PeerFailed
 
 # How long the others may take to end by themselves once a rank has failed.
@@ -99,15 +100,7 @@ def settle(results: list[Any], failures: list[Failure], return_exceptions: bool)
 
 def spell(ranks: Iterable[int]) -> str:
     """Name ranks briefly: "rank 3", "ranks 0-2, 5"."""
-    ordered = sorted(ranks)
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    names = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
-    return f"rank {names}" if len(ordered) == 1 else f"ranks {names}"
+    return _native.rank_list(sorted(ranks))
 
 
 def _first(failures: list[Failure], size: int) -> BaseException:

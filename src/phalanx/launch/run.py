@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
+from dataclasses import replace
 from pathlib import Path
 
 from phalanx.commands import CommandError
@@ -222,7 +223,7 @@ class _Launcher:
                 {**environment, **common, **self._job.rank_variables(rank)}
                 for rank, environment in enumerate(self._order.environments)
             ]
-            order = Order(**{**self._order.__dict__, "environments": environments})
+            order = replace(self._order, environments=environments)
             logs = self._logs / f"attempt_{attempt}" if self._logs else None
             supervisor = Supervisor(
                 order, self._screen, logs, signals, self.say, deadline, self._overdue
