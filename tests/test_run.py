@@ -162,6 +162,10 @@ def test_modules_and_executables(tmp_path: Path) -> None:
         (["-n", 2, "missing.py"], 1, ["missing.py"]),
         (["-n", 2, "no-such-command"], 1, ["no-such-command"]),
         (["-n", "two", "x.py"], 2, ["auto", "two"]),
+        (["-n", 2], 2, ["PROGRAM"]),
+        (["--no-such-option", "x.py"], 2, ["phalanx run", "--no-such-option"]),
+        (["--log-dir", __file__, "true"], 1, ["--log-dir", Path(__file__).name]),
+        (["--trace", "/proc/nowhere", "true"], 1, ["--trace", "/proc/nowhere"]),
         (["--timeout", "soon", "x.py"], 2, ["soon", "15m"]),
         (["--nnodes", "2", "x.py"], 2, ["this machine"]),
         (["--replace", "nccl", "x.py"], 2, ["gloo"]),
@@ -404,3 +408,123 @@ def test_the_launcher_does_without_torch(program: Written) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     assert "phalanx.launch.run" in done.stdout.split()
     assert "torch" not in done.stdout.split()
+
+
+def test_words_that_torchrun_knows() -> None:
+    words = ["--nproc_per_node=2", "--nnodes", "1", "--node_rank=0", "--master_port=29500"]
+    done = run(*words, "--rdzv-backend", "c10d", "--", "echo", "--", "x")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[rank 0] -- x", "[rank 1] -- x"]
+
+
+def test_a_failure_counts_when_it_is_raised(program: Written) -> None:
+    """Threads may keep the process of a rank alive after its program has failed."""
+    path = program(
+        "import os, threading, time\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    threading.Thread(target=time.sleep, args=(1000,)).start()\n"
+        "    raise ValueError('of no value')\n"
+        "time.sleep(1000)\n"
+    )
+    done = run("-n", 2, path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-2] == "ValueError: of no value"
+    assert "rank 1 of 2 exited with code 1" in done.stderr.splitlines()[-1]
+
+
+def test_what_a_forked_child_raises_is_its_own(program: Written) -> None:
+    path = program(
+        "import os, sys\n"
+        "if os.fork() == 0:\n"
+        "    raise ValueError('of the child')\n"
+        "os.wait()\n"
+        "raise RuntimeError('of the rank: \\udcff')\n"
+    )
+    done = run(path)
+    assert done.returncode == 1
+    assert "[rank 0] ValueError: of the child" in done.stderr
+    assert done.stderr.splitlines()[-2] == "RuntimeError: of the rank: \\udcff"
+
+
+def test_outputs_that_nobody_reads(program: Written) -> None:
+    path = program("import time\nwhile True:\n    print('line' * 1000)\n")
+    with started("-q", path) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(60) == 128 + signal.SIGPIPE
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command("true")], timeout=60)
+    assert done.returncode == 0
+
+
+def test_an_interrupt_while_torch_is_imported_starts_nothing(tmp_path: Path) -> None:
+    slow = tmp_path / "torch.py"
+    slow.write_text("import os, time; os.write(2, b'importing\\n'); time.sleep(1000)")
+    (tmp_path / "program.py").write_text("import torch; print('started')")
+    places = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = dict(os.environ, PYTHONPATH=places)
+    with started("-n", 2, tmp_path / "program.py", env=environment) as process:
+        assert process.stderr is not None
+        while "importing" not in process.stderr.readline():
+            pass
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert output == ""
+
+
+def test_ranks_import_torch_themselves_where_that_matters(program: Written, tmp_path: Path) -> None:
+    path = program(
+        "import os\n"
+        "os.environ['OMP_NUM_THREADS'] = '1'\n"
+        "import torch; print(torch.get_num_threads())\n"
+    )
+    assert run("-q", path).stdout == "[rank 0] 1\n"
+    (tmp_path / "torch.py").write_text("raise ImportError('it is broken')")
+    places = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = run(program("import torch"), env=dict(os.environ, PYTHONPATH=places))
+    assert done.returncode == 1
+    assert f'File "{path}", line 1' in done.stderr
+    assert done.stderr.splitlines()[-2] == "ImportError: it is broken"
+
+
+def test_children_that_are_not_the_jobs_are_spared() -> None:
+    script = 'sleep 1000 > /dev/null & echo $!; exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", *command("-q", "true")],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    (pid,) = map(int, done.stdout.split())
+    assert done.returncode == 0
+    assert alive(pid)
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_archives_and_directories(tmp_path: Path) -> None:
+    (tmp_path / "__main__.py").write_text("import beside; print(__name__, beside.name)")
+    (tmp_path / "beside.py").write_text("name = 'beside'")
+    assert run("-q", tmp_path).stdout == "[rank 0] __main__ beside\n"
+
+
+def test_a_question_stays_below_what_others_print(program: Written) -> None:
+    path = program(
+        "import os, sys, time\n"
+        "if os.environ['RANK'] == '0':\n"
+        "    print('answer', input('question? '))\n"
+        "else:\n"
+        "    time.sleep(0.5); print('meanwhile')\n"
+    )
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, command("-n", 2, path))
+    seen = b""
+    with suppress(OSError):  # the other side is closed
+        while data := os.read(terminal, 1 << 16):
+            seen += data
+            if b"question" in seen.partition(b"meanwhile")[2] and b"answer" not in seen:
+                os.write(terminal, b"yes\n")
+    os.close(terminal)
+    os.waitpid(child, 0)
+    assert b"answer yes" in seen

@@ -16,11 +16,13 @@ from phalanx.extras import MissingExtra
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code: 0 done, 1 not possible, 2 wrong usage."""
     words = sys.argv[1:] if arguments is None else list(arguments)
-    if completion.is_asked():
-        completion.answer(_parser(words, COMMANDS))
-    asked = [word for word in words if not word.startswith("-")][:1]
-    given = _parser(words, asked).parse_args(words)
     try:
+        if completion.is_asked():
+            completion.answer(_parser(words, COMMANDS))
+        asked = [word for word in words if not word.startswith("-")][:1]
+        given, unknown = _parser(words, asked).parse_known_args(words)
+        if unknown:
+            given.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         return int(given.run(given))
     except (CommandError, MissingExtra) as error:
         print(f"phalanx: {error}", file=sys.stderr)
@@ -44,7 +46,7 @@ def _parser(words: Sequence[str], asked: Collection[str]) -> ArgumentParser:
         parser.add_argument("--version", action="store_true", help="show the version and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
-        subparser = commands.add_parser(name, help=command.about)
+        subparser = commands.add_parser(name, help=command.about, allow_abbrev=False)
         if name in asked:
             describe(subparser, importlib.import_module(command.module))
     return parser

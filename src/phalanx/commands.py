@@ -44,4 +44,4 @@ def describe(parser: ArgumentParser, module: ModuleType) -> None:
     examples = [f"  {line:<{width}}  {effect}" for line, effect in module.EXAMPLES]
     parser.epilog = "\n".join(["examples:", *examples])
     module.configure(parser)
-    parser.set_defaults(run=module.run)
+    parser.set_defaults(run=module.run, parser=parser)

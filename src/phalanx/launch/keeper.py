@@ -21,11 +21,14 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import signal
+import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
@@ -33,8 +36,9 @@ from typing import NoReturn
 # How long what ranks have left behind may take to end by itself, and then once it is asked to.
 _PATIENCE = 2.0
 
-# Makes a rank that runs Python show the stacks of its threads; others do not get it.
-STACKS = signal.SIGUSR2
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# Makes a rank that runs Python show the stacks of its threads. Hardly any program uses this one.
+STACKS = signal.SIGRTMAX - 3
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -45,25 +49,29 @@ class Order:
 
     program: str
     arguments: list[str]
-    kind: str  # "script", "module" or "executable"
+    kind: str  # "script", "module", "archive" or "executable"
     preload: list[str]
     environments: list[dict[str, str]]
     cpus: list[list[int] | None]
     pipes: list[list[int]] = field(default_factory=list)  # stdout, stderr and reports
     ignored: list[int] = field(default_factory=list)  # signals, as by nohup
+    descriptors: int = 0  # how many a rank may have open
 
 
-def main(descriptor: int) -> NoReturn:
-    """Keep one job; the launcher is at the other end of a socket."""
-    connection = Connection(descriptor)
-    become_subreaper()
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+def main(descriptor: int, told: int = -1) -> NoReturn:
+    """Keep one job; the launcher is at the other end of a socket, or its order in a file."""
+    for number in _ENDING:
         signal.signal(number, signal.SIG_IGN)  # it ends when the launcher does
-    order = Order(**json.loads(connection.recv_bytes()))
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+    become_subreaper()
+    connection = Connection(descriptor)
+    order = Order(**json.loads(connection.recv_bytes() if told < 0 else os.pread(told, 1 << 28, 0)))
     gc.disable()  # all that is imported stays: looking for garbage would take a tenth of the time
-    for name in order.preload:
-        importlib.import_module(name)
+    try:
+        for name in order.preload:
+            importlib.import_module(name)
+    except Exception:
+        _start_over(descriptor, replace(order, preload=[]))
     gc.freeze()
     gc.enable()
     keeper = _Keeper(connection, order)
@@ -71,7 +79,33 @@ def main(descriptor: int) -> NoReturn:
     if rank is None:
         keeper.keep()
         sys.exit(0)
-    sys.exit(_be(rank, order))
+    try:
+        code = _be(rank, order)
+    except KeyboardInterrupt:  # that had waited for the program to begin
+        code = 128 + signal.SIGINT
+    sys.exit(code)
+
+
+def _start_over(descriptor: int, order: Order) -> NoReturn:
+    """Begin anew without what cannot be imported: a rank that needs it will say so, and where."""
+    told = os.memfd_create("order")
+    os.write(told, json.dumps(asdict(order)).encode())
+    for each in (descriptor, told):
+        os.set_inheritable(each, True)
+    os.execv(sys.executable, command(order, descriptor, told))
+
+
+def command(order: Order, descriptor: int, told: int = -1) -> list[str]:
+    """Return how a keeper is started: with the program's own words, for those who list processes.
+
+    It does not look for modules in this directory: a file there might hide one it needs.
+    """
+    start = (
+        "import sys; getattr(sys.flags, 'safe_path', 0) or sys.path.pop(0); "
+        f"from phalanx.launch.keeper import main; main({descriptor}, {told})"
+    )
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, "-c", start, order.program, *order.arguments]
 
 
 def become_subreaper() -> None:
@@ -79,8 +113,8 @@ def become_subreaper() -> None:
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the processes below one, the nearest first."""
+def descendants(pid: int, spared: Collection[int] = ()) -> list[int]:
+    """Return the processes below one, the nearest first, without those `spared` and below them."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit():
@@ -90,13 +124,13 @@ def descendants(pid: int) -> list[int]:
                     children.setdefault(int(fields[1]), []).append(int(entry))
     found = [pid]
     for each in found:
-        found += children.get(each, [])
+        found += (child for child in children.get(each, []) if child not in spared)
     return found[1:]
 
 
-def kill_below(pid: int, number: int = signal.SIGKILL) -> None:
-    """Send a signal to all processes below one; a fatal one again until there are none."""
-    while below := descendants(pid):
+def kill_below(pid: int, number: int = signal.SIGKILL, spared: Collection[int] = ()) -> None:
+    """Send a signal to all processes below one; SIGKILL again until there are none."""
+    while below := descendants(pid, spared):
         for each in below:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, number)
@@ -114,6 +148,9 @@ class _Keeper:
         self._order = order
         self._ranks: dict[int, int] = {}  # by process id
         self._wake, wake = os.pipe()
+        self._poll = select.poll()
+        for descriptor in (self._wake, self._link):
+            self._poll.register(descriptor, select.POLLIN)
         os.set_blocking(self._wake, False)
         os.set_blocking(wake, False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -122,6 +159,8 @@ class _Keeper:
     def start(self) -> int | None:
         """Fork the ranks. Returns None here, and in each of them its rank."""
         me = os.getpid()
+        # What is sent to a rank before it has handlers of its own waits for them.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [*_ENDING, STACKS])
         for rank in range(len(self._order.environments)):
             pid = os.fork()
             if pid == 0:
@@ -135,6 +174,7 @@ class _Keeper:
         for pipes in self._order.pipes:
             for descriptor in pipes:
                 os.close(descriptor)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
         self._say({"pids": list(self._ranks)})
         return None
 
@@ -154,8 +194,8 @@ class _Keeper:
         kill_below(os.getpid())
 
     def _wait(self, seconds: float | None) -> None:
-        ready, _, _ = select.select([self._wake, self._link], [], [], seconds)
-        if self._link in ready:
+        ready = self._poll.poll(None if seconds is None else seconds * 1000)
+        if any(descriptor == self._link for descriptor, _ in ready):
             self._obey()
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake, 4096)
@@ -178,10 +218,15 @@ class _Keeper:
             for pid in descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-        elif number != STACKS or self._order.kind != "executable":
-            for pid in self._ranks:
-                with contextlib.suppress(ProcessLookupError):
+            return
+        for pid in self._ranks:
+            with contextlib.suppress(ProcessLookupError):
+                if number == STACKS:
+                    if _catches(pid, number):  # others would die of it
+                        os.kill(pid, number)
+                else:
                     os.kill(pid, number)
+                    os.kill(pid, signal.SIGCONT)  # one that is stopped would not notice
 
     def _say(self, event: dict[str, object]) -> None:
         with contextlib.suppress(OSError):  # a launcher that is gone is noticed when it is read
@@ -195,6 +240,8 @@ def _be(rank: int, order: Order) -> int:
         signal.signal(number, signal.SIG_DFL)
     for ignored in order.ignored:
         signal.signal(ignored, signal.SIG_IGN)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (order.descriptors, most))
     output, errors, report = order.pipes[rank]
     if rank:
         null = os.open(os.devnull, os.O_RDONLY)
@@ -211,6 +258,9 @@ def _be(rank: int, order: Order) -> int:
     if cpus:
         os.sched_setaffinity(0, cpus)
     if order.kind == "executable":
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, [])
         try:
             os.execvp(order.program, [order.program, *order.arguments])
         except OSError as error:
@@ -222,11 +272,12 @@ def _be(rank: int, order: Order) -> int:
 
     faulthandler.enable()
     faulthandler.register(STACKS, all_threads=True)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     if "numpy.random" in sys.modules:  # as if it had been imported by each rank
         sys.modules["numpy.random"].seed()
-    return script.run(order.program, order.arguments, order.kind == "module", report)
+    return script.run(order.program, order.arguments, order.kind, report)
 
 
 def _prctl(option: int, value: int) -> None:
@@ -234,9 +285,19 @@ def _prctl(option: int, value: int) -> None:
         raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
+def _catches(pid: int, number: int) -> bool:
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def _name(pid: int) -> str:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
         return str(pid)
+    if "phalanx.launch.keeper" in " ".join(words):
+        return f"{pid} (forked by a rank)"
     return f"{pid} ({' '.join(words).strip()[:60]})"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
+import threading
 from collections import deque
 from pathlib import Path
+from queue import SimpleQueue
 from typing import IO
 
 # One colour per rank: readable on dark and on light ground, and never red, which means failure.
@@ -15,10 +18,15 @@ _CLEAR_LINE = "\r\x1b[K"
 
 # So much of what a rank has last written to stderr is kept, to be shown if it fails.
 _KEPT_LINES = 200
+# A line that is longer, in bytes, is passed on in parts.
+_LONGEST = 1 << 20
+# So many characters may wait to be written before ranks have to wait as well.
+_MOST_WAITING = 1 << 20
 
-
-_TRACEBACK = re.compile(r"^(Traceback \(most recent call last\)|Fatal Python error)")
-
+_TRACEBACK = re.compile(
+    r"(Traceback \(most recent|  \+ Exception Group Traceback|Fatal Python error)"
+)
+_CHAINED = re.compile(r"(The above exception was the direct|During handling of the above) ")
 # Where the stack of a rank begins: in what runs its program.
 _OUR_FRAME = re.compile(
     r'\s+File "(.*/phalanx/launch/(script|keeper)\.py|<string>|<frozen runpy>)", line \d+ in'
@@ -40,39 +48,87 @@ class Screen:
     """Standard output and error, shared by all ranks.
 
     On a terminal an unfinished line (a progress bar, a question) stays below what is printed
-    meanwhile; elsewhere only what became of it is printed.
+    meanwhile; elsewhere only what became of it is printed. A thread does the writing: whoever
+    decides on the life of ranks must not wait for somebody to read.
     """
 
     def __init__(self) -> None:
+        self.output, self.errors = _usable(sys.stdout), _usable(sys.stderr)
+        self.problem: OSError | None = None  # why one of them can no longer be written to
+        self._terminal = self.output.isatty() and self.errors.isatty()
         self._shown = ""
-        self._unfinished = ""
-        self._terminal = sys.stdout.isatty() and sys.stderr.isatty()
+        self._unfinished: dict[object, str] = {}  # of those who write, the latest last
+        self._queue: SimpleQueue[tuple[IO[str], str] | None] = SimpleQueue()
+        self._put = self._written = 0  # characters; each is counted by one thread alone
+        self._writer = threading.Thread(target=self._write_all, daemon=True)
+        self._writer.start()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether so much waits to be written that no more should be read from ranks."""
+        return self._put - self._written > _MOST_WAITING
 
     @property
     def is_due(self) -> bool:
         """Whether there is an unfinished line to `show`, should it stay so for a moment."""
-        return self._unfinished != self._shown
+        return self._latest != self._shown
+
+    @property
+    def _latest(self) -> str:
+        return next(reversed(self._unfinished.values()), "")
 
     def line(self, stream: IO[str], text: str) -> None:
         """Print a line."""
         self._erase()
-        print(text, file=stream, flush=True)
+        self._write(stream, text + "\n")
 
-    def unfinished(self, text: str) -> None:
-        """Keep a line that is not finished, in place of another such line."""
-        if self._terminal:
-            self._unfinished = text
+    def unfinished(self, whose: object, label: str, text: str) -> None:
+        """Keep the line that somebody has not finished; an empty one is finished."""
+        self._unfinished.pop(whose, None)
+        if text and self._terminal:
+            width = shutil.get_terminal_size().columns
+            self._unfinished[whose] = label + text[: max(0, width - len("[rank 1000] "))]
 
     def show(self) -> None:
         """Print the unfinished line."""
         self._erase()
-        print(self._unfinished, end="", file=sys.stderr, flush=True)
-        self._shown = self._unfinished
+        self._shown = self._latest
+        self._write(self.errors, self._shown)
+
+    def close(self, seconds: float) -> bool:
+        """Wait for all to be written; returns whether it was, in that time."""
+        self._queue.put(None)
+        self._writer.join(seconds)
+        return not self._writer.is_alive()
 
     def _erase(self) -> None:
         if self._shown:
-            print(_CLEAR_LINE, end="", file=sys.stderr, flush=True)
+            self._write(self.errors, _CLEAR_LINE)
             self._shown = ""
+
+    def _write(self, stream: IO[str], text: str) -> None:
+        self._put += len(text)
+        self._queue.put((stream, text))
+
+    def _write_all(self) -> None:
+        while entry := self._queue.get():
+            stream, text = entry
+            try:
+                stream.write(text)
+                stream.flush()
+            except OSError as error:
+                self.problem = self.problem or error
+                # What is left in its buffer must not fail once more when Python ends.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            self._written += len(text)
+
+
+def _usable(stream: IO[str] | None) -> IO[str]:
+    """Return the stream, made to take any text; one that is closed swallows it."""
+    if stream is None:
+        return open(os.devnull, "w")
+    stream.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]
+    return stream
 
 
 class Speaker:
@@ -89,10 +145,19 @@ class Speaker:
     def write(self, data: bytes) -> None:
         """Take what the rank has written."""
         self.note(data)
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._print(line)
-        self._screen.unfinished(self._label + _shown(self._rest) if self._rest else "")
+        *lines, rest = data.split(b"\n")
+        if lines:
+            self._print(self._rest + lines[0])
+            for line in lines[1:]:
+                self._print(line)
+            self._rest = b""
+        # What a carriage return lets the rest overwrite is never seen.
+        self._rest += rest
+        self._rest = self._rest[self._rest.rfind(b"\r", 0, -1) + 1 :]
+        if len(self._rest) > _LONGEST:
+            self._print(self._rest)
+            self._rest = b""
+        self._screen.unfinished(self, self._label, _shown(self._rest[-4096:]))
 
     def note(self, data: bytes) -> None:
         """Write to the rank's file only."""
@@ -102,8 +167,8 @@ class Speaker:
 
     def end(self) -> None:
         """Print what is left."""
+        self._screen.unfinished(self, "", "")
         if self._rest:
-            self._screen.unfinished("")
             self._print(self._rest)
             self._rest = b""
         if self._log:
@@ -124,7 +189,15 @@ def _shown(line: bytes) -> str:
 
 
 def traceback_in(lines: deque[str]) -> str:
-    """Return the last traceback among the lines of a rank that could not report by itself."""
+    """Return the last traceback among the lines of a rank that could not report by itself.
+
+    With those it was chained to; or the last few lines if there is none.
+    """
     kept = list(lines)
     starts = [i for i, line in enumerate(kept) if _TRACEBACK.match(line)]
-    return "\n".join(kept[starts[-1] :] if starts else kept[-10:])
+    if not starts:
+        return "\n".join(kept[-10:])
+    start = starts.pop()
+    while starts and any(_CHAINED.match(line) for line in kept[max(0, start - 2) : start]):
+        start = starts.pop()
+    return "\n".join(kept[start:])

@@ -8,14 +8,19 @@ code is the job's.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import termios
 import time
-from argparse import REMAINDER, ArgumentParser, ArgumentTypeError, Namespace
+import zipfile
+from argparse import PARSER, SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,7 +29,7 @@ from phalanx.launch import placement
 from phalanx.launch.environment import HeldPort, Job
 from phalanx.launch.keeper import Order, become_subreaper
 from phalanx.launch.output import Screen, styled
-from phalanx.launch.supervisor import End, Outcome, Signals, Supervisor
+from phalanx.launch.supervisor import End, Outcome, Signals, Supervisor, signal_name
 from phalanx.machine import Machine
 from phalanx_autoload import REPLACE, REPLACEABLE
 
@@ -37,7 +42,15 @@ EXAMPLES = [
     ("phalanx run -n 4 --max-restarts 3 --log-dir logs train.py", "start again if a rank fails"),
 ]
 
+_TORCHRUN_OPTIONS = [f"rdzv-{what}" for what in ("backend", "endpoint", "id", "conf")]
+_TORCHRUN_OPTIONS += ["master-addr", "master-port", "local-addr", "role", "monitor-interval"]
+_TORCHRUN_OPTIONS += ["start-method", "tee", "redirects"]
+
 TIMED_OUT = 124  # the exit code of timeout(1)
+# So many seconds whoever reads our output may take for the last of it.
+PATIENCE = 5.0
+# What changes how torch is imported, or what it says then.
+_SETTING = rb"\b(environ|putenv|filterwarnings|simplefilter|load_dotenv)\b"
 # What nearly every program needs of the package before its first collective.
 _PRELOAD = ["torch", "phalanx.collectives", "phalanx.backends.local", "phalanx.stores.rendezvous"]
 
@@ -95,23 +108,31 @@ def configure(parser: ArgumentParser) -> None:
         help="let every rank import torch itself, rather than fork it from one that has",
     )
     parser.add_argument("-q", "--quiet", action="store_true", help="print what ranks print only")
-    # Those that torchrun needs and we do not: accepted where they mean what we do anyway.
-    parser.add_argument("--standalone", action="store_true", help="accepted: it is always so")
-    parser.add_argument("--nnodes", type=_one_machine, help="accepted if it is 1")
-    parser.add_argument("program", metavar="PROGRAM", help="what to run")
-    parser.add_argument("arguments", metavar="ARGUMENTS", nargs=REMAINDER, help="its arguments")
+    torchrun = parser.add_argument_group(
+        "options of torchrun", "accepted, and without effect: ranks of one machine need none"
+    )
+    torchrun.add_argument("--standalone", action="store_true", help="it is always so")
+    torchrun.add_argument("--nnodes", type=_one_machine, metavar="N", help="1")
+    torchrun.add_argument("--node-rank", "--node_rank", type=_first_machine, metavar="N", help="0")
+    for name in _TORCHRUN_OPTIONS:
+        spellings = {f"--{name}", f"--{name.replace('-', '_')}"}
+        torchrun.add_argument(*sorted(spellings), metavar="X", help=SUPPRESS)
+    # Takes all that follows as it is; a plain remainder would lose a "--" of the program's.
+    parser.add_argument(
+        "words", metavar="PROGRAM", nargs=PARSER, help="what to run, with arguments"
+    )
 
 
 def _size(text: str) -> int:
     if text in ("auto", "cpu"):
         return placement.usable_cores(Machine())
-    if not text.isdigit() or not int(text):
+    if not text.isdecimal() or not int(text):
         raise ArgumentTypeError(f"a number of ranks is 1 or more, or auto; got {text}")
     return int(text)
 
 
 def _count(text: str) -> int:
-    if not text.isdigit():
+    if not text.isdecimal():
         raise ArgumentTypeError(f"a number is needed, 0 or more; got {text}")
     return int(text)
 
@@ -129,7 +150,18 @@ def _one_machine(text: str) -> str:
     return text
 
 
+def _first_machine(text: str) -> str:
+    if text != "0":
+        raise ArgumentTypeError(f"phalanx run starts ranks on this machine only; got {text}")
+    return text
+
+
 def run(arguments: Namespace) -> int:
+    words = arguments.words[1:] if arguments.words[0] == "--" else arguments.words
+    if not words:
+        raise CommandError("no PROGRAM is given")
+    arguments.program, *arguments.arguments = words
+    _open_streams()
     kind = _kind(arguments)
     job = Job(arguments.nproc_per_node, max_restarts=arguments.max_restarts)
     environment = dict(os.environ)
@@ -137,8 +169,10 @@ def run(arguments: Namespace) -> int:
         environment[REPLACE] = arguments.replace
         environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"  # or torch would not look for us
     if arguments.trace:
-        arguments.trace.mkdir(parents=True, exist_ok=True)
+        _make(arguments.trace, "--trace")
         environment["PHALANX_TRACE"] = str(arguments.trace.resolve())
+    if arguments.log_dir:
+        _make(arguments.log_dir, "--log-dir")
     placed = placement.place(job.size, Machine(), environment, arguments.pin)
     if placed.threads is not None:
         environment[placement.THREADS_VARIABLE] = str(placed.threads)
@@ -151,43 +185,93 @@ def run(arguments: Namespace) -> int:
         preload=_PRELOAD if _wants_torch(arguments, kind) else [],
         environments=[environment] * job.size,
         cpus=placed.cpus,
+        descriptors=_allow_descriptors(job.size),
     )
-    launcher = _Launcher(job, order, arguments)
-    launcher.say(f"job {job.name}: {_count_of(job.size, 'rank')}, {placed.describe(environment)}")
-    return launcher.run()
+    about = f"job {job.name}: {_count_of(job.size, 'rank')}, {placed.describe(environment)}"
+    # Before there is a thread that could be sent one of the signals.
+    with _terminal_kept(), Signals() as signals:
+        return _Launcher(job, order, arguments, signals).run(about)
+
+
+def _open_streams() -> None:
+    """Open the standard streams that are closed, lest a pipe takes the place of one."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number
+
+
+def _make(directory: Path, option: str) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"{option} {directory}: {error.strerror}") from None
+
+
+def _allow_descriptors(size: int) -> int:
+    """Let this process open as many files as the pipes of ranks take; returns what it was."""
+    needed = 6 * size + 64
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise CommandError(
+            f"{size} ranks need {needed} open files, but the limit is {hard}: ulimit -Hn {needed}"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+    return soft
 
 
 def _kind(arguments: Namespace) -> str:
     """Say what PROGRAM is, or why it cannot be run."""
-    if arguments.program == "--" and arguments.arguments:
-        arguments.program = arguments.arguments.pop(0)
     program = arguments.program
     if arguments.module:
         return "module"
     is_file = Path(program).is_file()
     if not arguments.no_python:
+        if Path(program, "__main__.py").is_file() or (is_file and zipfile.is_zipfile(program)):
+            return "archive"
         if is_file and (program.endswith(".py") or not os.access(program, os.X_OK)):
             return "script"
         if program.endswith(".py"):
             raise CommandError(f"there is no file {program}")
-    if shutil.which(program) is None:
-        what = "it is not executable" if is_file else "there is no such file or command"
-        raise CommandError(f"cannot run {program}: {what}")
+    if is_file:
+        arguments.program = os.path.abspath(program)
+    elif shutil.which(program) is None:
+        raise CommandError(f"cannot run {program}: there is no such file or command")
     return "executable"
 
 
 def _wants_torch(arguments: Namespace, kind: str) -> bool:
-    """Guess whether importing torch beforehand pays: all that is lost otherwise is time."""
-    if arguments.no_preload or kind == "executable":
+    """Guess whether importing torch beforehand pays: all that is lost otherwise is time.
+
+    It does not where a script first sets something that torch looks at when it is imported.
+    """
+    if arguments.no_preload or kind in ("executable", "archive"):
         return False
     if kind == "module":
         return True
-    return bool(re.search(rb"\b(torch|phalanx)\b", Path(arguments.program).read_bytes()))
+    source = Path(arguments.program).read_bytes()
+    imported = re.search(rb"^\s*(import|from)\s.*\b(torch|phalanx)\b", source, re.MULTILINE)
+    return imported is not None and not re.search(_SETTING, source[: imported.start()])
+
+
+@contextlib.contextmanager
+def _terminal_kept() -> Iterator[None]:
+    """Give back the terminal as it was: a rank may have been ended at a password prompt."""
+    try:
+        before = termios.tcgetattr(0)
+    except termios.error:
+        before = None
+    try:
+        yield
+    finally:
+        if before is not None and os.tcgetpgrp(0) == os.getpgrp():
+            termios.tcsetattr(0, termios.TCSADRAIN, before)
 
 
 class _Launcher:
-    def __init__(self, job: Job, order: Order, arguments: Namespace) -> None:
-        self._job, self._order, self._arguments = job, order, arguments
+    def __init__(self, job: Job, order: Order, arguments: Namespace, signals: Signals) -> None:
+        self._job, self._order, self._arguments, self._signals = job, order, arguments, signals
         self._screen = Screen()
         self._start = time.monotonic()
         self._logs = arguments.log_dir / job.name if arguments.log_dir else None
@@ -197,25 +281,31 @@ class _Launcher:
         if not self._arguments.quiet:
             self._print(f"phalanx run: {text}", style)
 
-    def run(self) -> int:
+    def run(self, about: str) -> int:
         """Run the job, again if it may fail, and return its exit code."""
+        self.say(about)
         become_subreaper()
+        code = self._attempts()
+        if not self._screen.close(PATIENCE):  # nobody reads what is left to say
+            os._exit(code)
+        return code
+
+    def _attempts(self) -> int:
         machine = Machine()
         limit = self._arguments.timeout
         deadline = None if limit is None else self._start + limit
-        with Signals() as signals:
-            for attempt in range(self._job.max_restarts + 1):
-                killed = machine.oom_kills()
-                outcome = self._attempt(attempt, signals, deadline)
-                starved = machine.oom_kills() > killed
-                code = self._tell(outcome, starved, machine)
-                left = self._job.max_restarts - attempt
-                if not code or outcome.interrupted or outcome.timed_out or not left:
-                    break
-                self.say(f"starting all ranks again ({_count_of(left, 'restart')} left)")
+        for attempt in range(self._job.max_restarts + 1):
+            killed = machine.oom_kills()
+            outcome = self._attempt(attempt, deadline)
+            starved = machine.oom_kills() > killed
+            code = self._tell(outcome, starved, machine)
+            over = outcome.interrupted or outcome.timed_out or outcome.unread
+            if not code or over or attempt == self._job.max_restarts:
+                break
+            self.say(f"starting all ranks again ({attempt + 1} of {self._job.max_restarts})")
         return code
 
-    def _attempt(self, attempt: int, signals: Signals, deadline: float | None) -> Outcome:
+    def _attempt(self, attempt: int, deadline: float | None) -> Outcome:
         port = HeldPort()
         try:
             common = self._job.variables(port.number, attempt)
@@ -226,7 +316,7 @@ class _Launcher:
             order = replace(self._order, environments=environments)
             logs = self._logs / f"attempt_{attempt}" if self._logs else None
             supervisor = Supervisor(
-                order, self._screen, logs, signals, self.say, deadline, self._overdue
+                order, self._screen, logs, self._signals, self.say, deadline, self._overdue
             )
             return supervisor.run()
         finally:
@@ -236,32 +326,46 @@ class _Launcher:
         """Print what became of the ranks, the cause last, and return the exit code."""
         if outcome.left:
             self.say("ended processes that ranks had left behind: " + ", ".join(outcome.left))
-        if outcome.interrupted:
-            name = signal.Signals(outcome.interrupted).name
-            self.say(f"ended by {name} after {self._age()}")
-            return 128 + outcome.interrupted
-        if outcome.timed_out:
-            ranks = _ranks(outcome.timed_out)
-            limit = self._arguments.timeout
-            self._fail(f"{ranks} did not end within {limit:g} s and had to be ended")
-            return TIMED_OUT
+        if outcome.unread:
+            if not isinstance(outcome.unread, BrokenPipeError):
+                self._fail(f"the output cannot be written: {outcome.unread.strerror}")
+            return 128 + signal.SIGPIPE
         first = outcome.first
         if first is None:
-            if outcome.keeper:
-                code = outcome.keeper
-                how = signal.Signals(-code).name if code < 0 else f"code {code}"
-                self._fail(f"the process that keeps the ranks ended by {how}, and they with it")
-                return 1
-            return 0
+            return self._tell_of_end(outcome)
         self._tell_of_others(outcome, first)
         if first.last_words:
-            self._print(f"rank {first.rank}:", "1")
+            wrote = "" if first.record else ", which last wrote"
+            self._print(f"rank {first.rank}{wrote}:", "1")
             self._print(first.last_words)
         cause = f"rank {first.rank} of {self._job.size} {_how(first)}"
         if first.signal == signal.SIGKILL and starved:
             cause += ": it was the kernel's out-of-memory killer" + _memory(machine)
         self._fail(f"{cause}, after {self._age()}")
         return first.code
+
+    def _tell_of_end(self, outcome: Outcome) -> int:
+        """Print how a job ended of which no rank had failed by itself."""
+        if outcome.interrupted:
+            places: dict[str, list[int]] = {}
+            for end in outcome.ends:
+                places.setdefault(end.record.get("where", ""), []).append(end.rank)
+            for place, ranks in places.items():
+                if place:
+                    self.say(f"{_ranks(ranks)} stopped at {place}")
+            self.say(f"ended by {signal_name(outcome.interrupted)} after {self._age()}")
+            return 128 + outcome.interrupted
+        if outcome.timed_out:
+            who, limit = _ranks(outcome.timed_out), self._arguments.timeout
+            self._fail(f"{who} did not end within {limit:g} s and had to be ended")
+            return TIMED_OUT
+        if outcome.keeper:
+            how = f"code {outcome.keeper}"
+            if outcome.keeper < 0:
+                how = signal_name(-outcome.keeper)
+            self._fail(f"the process that keeps the ranks ended by {how}, and they with it")
+            return 1
+        return 0
 
     def _tell_of_others(self, outcome: Outcome, first: End) -> None:
         """Print what the other ranks have to add to the failure of the first."""
@@ -297,7 +401,8 @@ class _Launcher:
         self._print(f"phalanx run: {text}", "1;31")
 
     def _print(self, text: str, style: int | str | None = None) -> None:
-        self._screen.line(sys.stderr, styled(text, style, sys.stderr) if style else text)
+        errors = self._screen.errors
+        self._screen.line(errors, styled(text, style, errors) if style else text)
 
     def _age(self) -> str:
         return f"{time.monotonic() - self._start:.1f} s"
@@ -306,7 +411,7 @@ class _Launcher:
 def _how(end: End) -> str:
     if not end.signal:
         return f"exited with code {end.code}"
-    return f"was killed by {signal.Signals(end.signal).name}"
+    return f"was killed by {signal_name(end.signal)}"
 
 
 def _memory(machine: Machine) -> str:

@@ -9,7 +9,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from phalanx.launch.keeper import STACKS, Order, kill_below
+from phalanx.launch.keeper import STACKS, Order, command, descendants, kill_below
 from phalanx.launch.output import Screen, Speaker, traceback_in
 
 # Once a rank has failed, the others may end by themselves, and say what they saw of it, for so
@@ -33,11 +32,8 @@ MOMENT = 0.05
 FAREWELL = 10.0
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-# Starts a keeper that does not see this directory: a file there might hide a module it needs.
-_KEEPER = (
-    "import sys; getattr(sys.flags, 'safe_path', 0) or sys.path.pop(0); "
-    "from phalanx.launch.keeper import main; main({})"
-)
+# How often to see whether an output that nobody reads has room again.
+PAUSE = 0.05
 
 
 @dataclass(frozen=True)
@@ -52,14 +48,17 @@ class End:
 
     @property
     def code(self) -> int:
-        """The exit code as a shell tells it."""
+        """The exit code as a shell tells it; 1 after an exception, whatever ended it then."""
+        if self.record:
+            return 128 + signal.SIGINT if self.record["interrupted"] else 1
         code = os.waitstatus_to_exitcode(self.status)
         return 128 - code if code < 0 else code
 
     @property
     def signal(self) -> int:
         """The signal that ended it, or 0."""
-        return os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else 0
+        by_signal = os.WIFSIGNALED(self.status) and not self.record
+        return os.WTERMSIG(self.status) if by_signal else 0
 
     @property
     def is_echo(self) -> bool:
@@ -72,23 +71,34 @@ class Outcome:
     """What became of one attempt to run a job."""
 
     ends: list[End] = field(default_factory=list)
-    unasked: set[int] = field(default_factory=set)  # ranks that ended before any was told to
+    unasked: set[int] = field(default_factory=set)  # ranks that ended, or failed, untold
     interrupted: int = 0  # the signal by which the user ended the job
     timed_out: list[int] = field(default_factory=list)  # ranks that still ran at the deadline
     left: list[str] = field(default_factory=list)  # processes that ranks had left behind
     keeper: int = 0  # exit status of the keeper if it did not live to see its ranks end
+    unread: OSError | None = None  # why the output could not be written
 
     @property
     def first(self) -> End | None:
         """The rank that failed first; one that only heard of another's failure did not."""
         failed = [end for end in self.ends if end.status]
-        own = [end for end in failed if end.rank in self.unasked] or failed
+        own = [end for end in failed if end.rank in self.unasked]
+        if not own and not self.interrupted and not self.timed_out:
+            own = failed
 
         def order(end: End) -> tuple[bool, float]:
             # A death by signal is noticed a little later than what it does to other ranks.
             return end.is_echo, end.when - (1.0 if end.signal else 0.0)
 
         return min(own, key=order, default=None)
+
+
+def signal_name(number: int) -> str:
+    """Name a signal; those that have no name are told by their number."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 class Signals:
@@ -133,39 +143,46 @@ class Supervisor:
         self._screen, self._signals, self._say = screen, signals, say
         self._deadline, self._overdue = deadline, overdue
         self._size = len(order.environments)
-        self._selector = selectors.DefaultSelector()
+        self._selector = selectors.DefaultSelector()  # of all that is read
+        self._urgent = selectors.DefaultSelector()  # of what is read also while nobody reads us
+        self._spared = descendants(os.getpid())  # what a shell left us when it became us
         self._speakers: dict[tuple[int, str], Speaker] = {}
         self._records = [b""] * self._size
         self._ended: dict[int, tuple[int, float]] = {}  # status and time of ranks
         self._pids: list[int] = []
         self._open = 0  # pipes
+        self._over = 0.0  # when the last rank had ended
         self._told = False  # whether ranks have been told to end
         self._steps: list[tuple[float, int]] = []  # when to send which signal
         self._outcome = Outcome()
+        ends = socket.socketpair()
         pipes = [self._pipes(rank, logs) for rank in range(self._size)]
-        self._start_keeper(replace(order, pipes=pipes, ignored=signals.ignored))
-        self._selector.register(signals.pipe, selectors.EVENT_READ, self._interrupt)
+        order = replace(order, pipes=pipes, ignored=signals.ignored)
+        connection = self._start_keeper(order, *ends)
+        self._connection: Connection | None = connection
+        for selector in (self._selector, self._urgent):
+            selector.register(signals.pipe, selectors.EVENT_READ, self._interrupt)
+            selector.register(connection, selectors.EVENT_READ, self._hear)
 
     def run(self) -> Outcome:
         """Wait for all ranks to end, and see to it that they do."""
         try:
-            while self._connection is not None or self._open:
+            while self._connection is not None or (self._open and not self._is_given_up()):
                 self._step()
         finally:
-            kill_below(os.getpid())
+            kill_below(os.getpid(), spared=self._spared)
             self._keeper.wait()
             self._selector.close()
+            self._urgent.close()
         self._outcome.ends = [self._end(rank) for rank in sorted(self._ended)]
         for speaker in self._speakers.values():
             speaker.end()
         return self._outcome
 
-    def _start_keeper(self, order: Order) -> None:
-        ours, theirs = socket.socketpair()
+    def _start_keeper(self, order: Order, ours: socket.socket, theirs: socket.socket) -> Connection:
         writers = [descriptor for pipes in order.pipes for descriptor in pipes]
-        command = [sys.executable, "-c", _KEEPER.format(theirs.fileno())]
         self._keeper = subprocess.Popen(
-            command,
+            command(order, theirs.fileno()),
             pass_fds=[theirs.fileno(), *writers],
             # What all ranks are told, so that it holds for modules imported once for all of them.
             env={k: v for k, v in order.environments[0].items() if "RANK" not in k},
@@ -173,10 +190,14 @@ class Supervisor:
         for descriptor in writers:
             os.close(descriptor)
         theirs.close()
-        self._connection: Connection | None = Connection(ours.detach())
-        self._selector.register(self._connection, selectors.EVENT_READ, self._hear)
+        connection = Connection(ours.detach())
         with contextlib.suppress(BrokenPipeError):  # then it is found to have ended
-            self._connection.send_bytes(json.dumps(asdict(order)).encode())
+            connection.send_bytes(json.dumps(asdict(order)).encode())
+        return connection
+
+    def _is_given_up(self) -> bool:
+        """Whether all is over but for output that nobody reads."""
+        return self._screen.is_full and time.monotonic() > self._over + ASKED
 
     def _pipes(self, rank: int, logs: Path | None) -> list[int]:
         """Open the pipes of a rank, and return the ends that are its own."""
@@ -184,7 +205,7 @@ class Supervisor:
         if directory:
             directory.mkdir(parents=True)
         writers = []
-        for name, stream in (("stdout", sys.stdout), ("stderr", sys.stderr)):
+        for name, stream in (("stdout", self._screen.output), ("stderr", self._screen.errors)):
             log = directory / f"{name}.log" if directory else None
             speaker = Speaker(rank, self._screen, stream, log)
             self._speakers[rank, name] = speaker
@@ -203,15 +224,20 @@ class Supervisor:
         if self._deadline is not None and now >= self._deadline:
             self._deadline = None
             self._time_out()
+        if self._screen.problem and not self._outcome.unread:
+            self._outcome.unread = self._screen.problem
+            self._end_soon(0.0)
         while self._steps and self._steps[0][0] <= now:
             self._tell(self._steps.pop(0)[1])
         times = [time for time, _ in self._steps[:1]]
         times += [] if self._deadline is None else [self._deadline]
-        times += [now + MOMENT] if self._screen.is_due else []
-        ready = self._selector.select(min(times) - now if times else None)
+        stalled = self._screen.is_full
+        times += [now + PAUSE] if stalled else [now + MOMENT] if self._screen.is_due else []
+        selector = self._urgent if stalled else self._selector
+        ready = selector.select(min(times) - now if times else None)
         for key, _ in ready:
             key.data()
-        if not ready and self._screen.is_due:
+        if not ready and not stalled and self._screen.is_due:
             self._screen.show()
 
     def _read(self, reader: int, take: Callable[[bytes], None]) -> None:
@@ -224,7 +250,29 @@ class Supervisor:
         self._open -= 1
 
     def _record(self, rank: int, data: bytes) -> None:
+        """Take a part of what a rank reports of the exception that ends its program.
+
+        That counts as its failure: the process may have threads, or exit handlers, that take long.
+        """
         self._records[rank] += data
+        record = self._reported(rank)
+        if record and not record["interrupted"]:
+            self._failed(rank)
+
+    def _reported(self, rank: int) -> dict[str, Any]:
+        """Return what a rank has reported; nothing if it did not come to the end of it."""
+        text, end, _ = self._records[rank].partition(b"\n")
+        return dict(json.loads(text)) if end else {}
+
+    def _failed(self, rank: int) -> None:
+        if not self._told:
+            self._outcome.unasked.add(rank)
+            if not self._steps:
+                self._end_soon(ALONE)
+
+    def _end_soon(self, patience: float) -> None:
+        first = time.monotonic() + patience
+        self._steps = [(first, signal.SIGTERM), (first + ASKED, signal.SIGKILL)]
 
     def _hear(self) -> None:
         """Take the keeper's next message, or notice its end."""
@@ -232,12 +280,14 @@ class Supervisor:
         try:
             event = json.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
-            self._selector.unregister(self._connection)
+            for selector in (self._selector, self._urgent):
+                selector.unregister(self._connection)
             self._connection.close()
             self._connection = None
+            self._over = time.monotonic()
             if len(self._ended) < self._size:
                 self._outcome.keeper = self._keeper.wait() or 1
-            kill_below(os.getpid())
+            kill_below(os.getpid(), spared=self._spared)
             return
         if "pids" in event:
             self._pids = event["pids"]
@@ -248,11 +298,8 @@ class Supervisor:
 
     def _rank_ended(self, rank: int, status: int, when: float) -> None:
         self._ended[rank] = status, when
-        if not self._told:
-            self._outcome.unasked.add(rank)
-        if status and not self._steps and not self._told:
-            now = time.monotonic()
-            self._steps = [(now + ALONE, signal.SIGTERM), (now + ALONE + ASKED, signal.SIGKILL)]
+        if status:
+            self._failed(rank)
 
     def _interrupt(self) -> None:
         number, from_terminal = os.read(self._signals.pipe, 2)
@@ -261,7 +308,10 @@ class Supervisor:
             self._tell(signal.SIGKILL)
             return
         self._outcome.interrupted = number
-        name = signal.Signals(number).name
+        if not self._pids:  # nothing of the user's runs yet
+            kill_below(os.getpid(), spared=self._spared)
+            return
+        name = signal_name(number)
         self._say(f"{name}: ranks have {FAREWELL:g} s to end; once more kills them at once")
         self._told = True
         if not from_terminal:
@@ -279,6 +329,8 @@ class Supervisor:
         if self._outcome.timed_out and number == signal.SIGTERM:
             running = [rank for rank in self._outcome.timed_out if rank not in self._ended]
             self._overdue([self._pids[rank] for rank in running] if self._pids else [])
+        elif number == signal.SIGTERM and self._outcome.unasked and not self._told:
+            self._say("a rank has failed: ending those that still run")
         self._told = True
         if self._connection is not None:
             with contextlib.suppress(OSError):  # then it is found to have ended
@@ -286,9 +338,9 @@ class Supervisor:
 
     def _end(self, rank: int) -> End:
         status, when = self._ended[rank]
-        record = json.loads(self._records[rank] or b"{}")
+        record = self._reported(rank)
         errors = self._speakers[rank, "stderr"]
         words = record.get("traceback") or traceback_in(errors.last)
         if record:  # what Python would have written there
-            errors.note(words.encode())
+            errors.note(words.encode(errors="backslashreplace"))
         return End(rank, status, record.get("when", when), record, words.rstrip())
