@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 import socket
 from dataclasses import dataclass, field
 
@@ -32,8 +32,8 @@ class Job:
     """What the ranks of a job on this machine share."""
 
     size: int
-    name: str = field(default_factory=lambda: secrets.token_hex(4))
-    secret: str = field(default_factory=lambda: secrets.token_hex(32), repr=False)
+    name: str = field(default_factory=lambda: os.urandom(4).hex())
+    secret: str = field(default_factory=lambda: os.urandom(32).hex(), repr=False)
     max_restarts: int = 0
 
     def variables(self, port: int, attempt: int) -> dict[str, str]:

@@ -16,7 +16,6 @@ ends, and `{"left": [...]}` with the names of processes that ranks had left behi
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -24,14 +23,20 @@ import os
 import resource
 import select
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Collection
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
+
+from phalanx.launch.descendants import (
+    become_subreaper,
+    descendants,
+    die_with_parent,
+    kill_below,
+)
+from phalanx.launch.start import command
 
 # How long what ranks have left behind may take to end by itself, and then once it is asked to.
 _PATIENCE = 2.0
@@ -39,8 +44,6 @@ _PATIENCE = 2.0
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Makes a rank that runs Python show the stacks of its threads. Hardly any program uses this one.
 STACKS = signal.SIGRTMAX - 3
-
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,6 @@ class Order:
     program: str
     arguments: list[str]
     kind: str  # "script", "module", "archive" or "executable"
-    preload: list[str]
     environments: list[dict[str, str]]
     cpus: list[list[int] | None]
     pipes: list[list[int]] = field(default_factory=list)  # stdout, stderr and reports
@@ -58,22 +60,32 @@ class Order:
     descriptors: int = 0  # how many a rank may have open
 
 
-def main(descriptor: int, told: int = -1) -> NoReturn:
-    """Keep one job; the launcher is at the other end of a socket, or its order in a file."""
+def main(descriptor: int, preload: list[str], told: int = -1) -> NoReturn:
+    """Keep one job; the launcher is at the other end of a socket, or its order in a file.
+
+    The modules of `preload` are imported first, while the launcher still prepares its order.
+    """
     for number in _ENDING:
         signal.signal(number, signal.SIG_IGN)  # it ends when the launcher does
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     become_subreaper()
-    connection = Connection(descriptor)
-    order = Order(**json.loads(connection.recv_bytes() if told < 0 else os.pread(told, 1 << 28, 0)))
     gc.disable()  # all that is imported stays: looking for garbage would take a tenth of the time
     try:
-        for name in order.preload:
+        for name in preload:
             importlib.import_module(name)
+        failed = False
     except Exception:
-        _start_over(descriptor, replace(order, preload=[]))
+        failed = True
     gc.freeze()
     gc.enable()
+    connection = Connection(descriptor)
+    try:
+        data = connection.recv_bytes() if told < 0 else os.pread(told, 1 << 28, 0)
+    except EOFError:  # the launcher is gone already
+        sys.exit(1)
+    order = Order(**json.loads(data))
+    if failed:
+        _start_over(descriptor, order, data)
     keeper = _Keeper(connection, order)
     rank = keeper.start()
     if rank is None:
@@ -86,60 +98,14 @@ def main(descriptor: int, told: int = -1) -> NoReturn:
     sys.exit(code)
 
 
-def _start_over(descriptor: int, order: Order) -> NoReturn:
+def _start_over(descriptor: int, order: Order, data: bytes) -> NoReturn:
     """Begin anew without what cannot be imported: a rank that needs it will say so, and where."""
     told = os.memfd_create("order")
-    os.write(told, json.dumps(asdict(order)).encode())
+    os.write(told, data)
     for each in (descriptor, told):
         os.set_inheritable(each, True)
-    os.execv(sys.executable, command(order, descriptor, told))
-
-
-def command(order: Order, descriptor: int, told: int = -1) -> list[str]:
-    """Return how a keeper is started: with the program's own words, for those who list processes.
-
-    It does not look for modules in this directory: a file there might hide one it needs.
-    """
-    start = (
-        "import sys; getattr(sys.flags, 'safe_path', 0) or sys.path.pop(0); "
-        f"from phalanx.launch.keeper import main; main({descriptor}, {told})"
-    )
-    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [sys.executable, *flags, "-c", start, order.program, *order.arguments]
-
-
-def become_subreaper() -> None:
-    """Make what a process below this one leaves behind a child of this one."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def descendants(pid: int, spared: Collection[int] = ()) -> list[int]:
-    """Return the processes below one, the nearest first, without those `spared` and below them."""
-    children: dict[int, list[int]] = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-                if fields[0] != "Z":
-                    children.setdefault(int(fields[1]), []).append(int(entry))
-    found = [pid]
-    for each in found:
-        found += (child for child in children.get(each, []) if child not in spared)
-    return found[1:]
-
-
-def kill_below(pid: int, number: int = signal.SIGKILL, spared: Collection[int] = ()) -> None:
-    """Send a signal to all processes below one; SIGKILL again until there are none."""
-    while below := descendants(pid, spared):
-        for each in below:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each, number)
-        if number != signal.SIGKILL:
-            return
-        time.sleep(0.001)
-        with contextlib.suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+    words = [order.program, *order.arguments]
+    os.execv(sys.executable, command(descriptor, [], words, told))
 
 
 class _Keeper:
@@ -164,9 +130,7 @@ class _Keeper:
         for rank in range(len(self._order.environments)):
             pid = os.fork()
             if pid == 0:
-                _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-                if os.getppid() != me:
-                    os.kill(os.getpid(), signal.SIGKILL)
+                die_with_parent(me)
                 signal.set_wakeup_fd(-1)
                 self._connection.close()
                 return rank
@@ -278,11 +242,6 @@ def _be(rank: int, order: Order) -> int:
     if "numpy.random" in sys.modules:  # as if it had been imported by each rank
         sys.modules["numpy.random"].seed()
     return script.run(order.program, order.arguments, order.kind, report)
-
-
-def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
 
 
 def _catches(pid: int, number: int) -> bool:

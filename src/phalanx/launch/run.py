@@ -8,28 +8,18 @@ code is the job's.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import resource
 import shutil
-import signal
-import subprocess
-import sys
-import termios
-import time
-import zipfile
 from argparse import PARSER, SUPPRESS, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Iterator
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from phalanx.commands import CommandError
 from phalanx.launch import placement
-from phalanx.launch.environment import HeldPort, Job
-from phalanx.launch.keeper import Order, become_subreaper
-from phalanx.launch.output import Screen, styled
-from phalanx.launch.supervisor import End, Outcome, Signals, Supervisor, signal_name
+from phalanx.launch.environment import Job
+from phalanx.launch.start import start
 from phalanx.machine import Machine
 from phalanx_autoload import REPLACE, REPLACEABLE
 
@@ -46,9 +36,6 @@ _TORCHRUN_OPTIONS = [f"rdzv-{what}" for what in ("backend", "endpoint", "id", "c
 _TORCHRUN_OPTIONS += ["master-addr", "master-port", "local-addr", "role", "monitor-interval"]
 _TORCHRUN_OPTIONS += ["start-method", "tee", "redirects"]
 
-TIMED_OUT = 124  # the exit code of timeout(1)
-# So many seconds whoever reads our output may take for the last of it.
-PATIENCE = 5.0
 # What changes how torch is imported, or what it says then.
 _SETTING = rb"\b(environ|putenv|filterwarnings|simplefilter|load_dotenv)\b"
 # What nearly every program needs of the package before its first collective.
@@ -160,9 +147,8 @@ def run(arguments: Namespace) -> int:
     words = arguments.words[1:] if arguments.words[0] == "--" else arguments.words
     if not words:
         raise CommandError("no PROGRAM is given")
-    arguments.program, *arguments.arguments = words
     _open_streams()
-    kind = _kind(arguments)
+    kind = _kind(words, arguments)
     job = Job(arguments.nproc_per_node, max_restarts=arguments.max_restarts)
     environment = dict(os.environ)
     if arguments.replace:
@@ -178,19 +164,14 @@ def run(arguments: Namespace) -> int:
         environment[placement.THREADS_VARIABLE] = str(placed.threads)
     if kind == "executable":
         environment.setdefault("PYTHONUNBUFFERED", "1")  # should it be Python after all
-    order = Order(
-        program=arguments.program,
-        arguments=arguments.arguments,
-        kind=kind,
-        preload=_PRELOAD if _wants_torch(arguments, kind) else [],
-        environments=[environment] * job.size,
-        cpus=placed.cpus,
-        descriptors=_allow_descriptors(job.size),
-    )
-    about = f"job {job.name}: {_count_of(job.size, 'rank')}, {placed.describe(environment)}"
-    # Before there is a thread that could be sent one of the signals.
-    with _terminal_kept(), Signals() as signals:
-        return _Launcher(job, order, arguments, signals).run(about)
+    descriptors = _allow_descriptors(job.size)
+    preload = [] if arguments.no_preload or not _wants_torch(words[0], kind) else _PRELOAD
+    begin = partial(start, job.size, preload, environment, words)
+    started = begin()
+    from phalanx.launch import launcher  # while the keeper imports what ranks need
+
+    plan = launcher.Plan(job, words, kind, environment, placed, descriptors, begin)
+    return launcher.launch(plan, started, arguments)
 
 
 def _open_streams() -> None:
@@ -221,209 +202,43 @@ def _allow_descriptors(size: int) -> int:
     return soft
 
 
-def _kind(arguments: Namespace) -> str:
-    """Say what PROGRAM is, or why it cannot be run."""
-    program = arguments.program
+def _kind(words: list[str], arguments: Namespace) -> str:
+    """Say what the first word is, or why it cannot be run."""
+    program = words[0]
     if arguments.module:
         return "module"
     is_file = Path(program).is_file()
     if not arguments.no_python:
-        if Path(program, "__main__.py").is_file() or (is_file and zipfile.is_zipfile(program)):
+        if Path(program, "__main__.py").is_file() or (is_file and _is_archive(program)):
             return "archive"
         if is_file and (program.endswith(".py") or not os.access(program, os.X_OK)):
             return "script"
         if program.endswith(".py"):
             raise CommandError(f"there is no file {program}")
     if is_file:
-        arguments.program = os.path.abspath(program)
+        words[0] = os.path.abspath(program)
     elif shutil.which(program) is None:
         raise CommandError(f"cannot run {program}: there is no such file or command")
     return "executable"
 
 
-def _wants_torch(arguments: Namespace, kind: str) -> bool:
+def _is_archive(path: str) -> bool:
+    if path.endswith(".py"):
+        return False
+    import zipfile
+
+    return zipfile.is_zipfile(path)
+
+
+def _wants_torch(program: str, kind: str) -> bool:
     """Guess whether importing torch beforehand pays: all that is lost otherwise is time.
 
     It does not where a script first sets something that torch looks at when it is imported.
     """
-    if arguments.no_preload or kind in ("executable", "archive"):
+    if kind in ("executable", "archive"):
         return False
     if kind == "module":
         return True
-    source = Path(arguments.program).read_bytes()
+    source = Path(program).read_bytes()
     imported = re.search(rb"^\s*(import|from)\s.*\b(torch|phalanx)\b", source, re.MULTILINE)
     return imported is not None and not re.search(_SETTING, source[: imported.start()])
-
-
-@contextlib.contextmanager
-def _terminal_kept() -> Iterator[None]:
-    """Give back the terminal as it was: a rank may have been ended at a password prompt."""
-    try:
-        before = termios.tcgetattr(0)
-    except termios.error:
-        before = None
-    try:
-        yield
-    finally:
-        if before is not None and os.tcgetpgrp(0) == os.getpgrp():
-            termios.tcsetattr(0, termios.TCSADRAIN, before)
-
-
-class _Launcher:
-    def __init__(self, job: Job, order: Order, arguments: Namespace, signals: Signals) -> None:
-        self._job, self._order, self._arguments, self._signals = job, order, arguments, signals
-        self._screen = Screen()
-        self._start = time.monotonic()
-        self._logs = arguments.log_dir / job.name if arguments.log_dir else None
-
-    def say(self, text: str, style: int = 2) -> None:
-        """Print a line of our own, unless the user wants none."""
-        if not self._arguments.quiet:
-            self._print(f"phalanx run: {text}", style)
-
-    def run(self, about: str) -> int:
-        """Run the job, again if it may fail, and return its exit code."""
-        self.say(about)
-        become_subreaper()
-        code = self._attempts()
-        if not self._screen.close(PATIENCE):  # nobody reads what is left to say
-            os._exit(code)
-        return code
-
-    def _attempts(self) -> int:
-        machine = Machine()
-        limit = self._arguments.timeout
-        deadline = None if limit is None else self._start + limit
-        for attempt in range(self._job.max_restarts + 1):
-            killed = machine.oom_kills()
-            outcome = self._attempt(attempt, deadline)
-            starved = machine.oom_kills() > killed
-            code = self._tell(outcome, starved, machine)
-            over = outcome.interrupted or outcome.timed_out or outcome.unread
-            if not code or over or attempt == self._job.max_restarts:
-                break
-            self.say(f"starting all ranks again ({attempt + 1} of {self._job.max_restarts})")
-        return code
-
-    def _attempt(self, attempt: int, deadline: float | None) -> Outcome:
-        port = HeldPort()
-        try:
-            common = self._job.variables(port.number, attempt)
-            environments = [
-                {**environment, **common, **self._job.rank_variables(rank)}
-                for rank, environment in enumerate(self._order.environments)
-            ]
-            order = replace(self._order, environments=environments)
-            logs = self._logs / f"attempt_{attempt}" if self._logs else None
-            supervisor = Supervisor(
-                order, self._screen, logs, self._signals, self.say, deadline, self._overdue
-            )
-            return supervisor.run()
-        finally:
-            port.close()
-
-    def _tell(self, outcome: Outcome, starved: bool, machine: Machine) -> int:
-        """Print what became of the ranks, the cause last, and return the exit code."""
-        if outcome.left:
-            self.say("ended processes that ranks had left behind: " + ", ".join(outcome.left))
-        if outcome.unread:
-            if not isinstance(outcome.unread, BrokenPipeError):
-                self._fail(f"the output cannot be written: {outcome.unread.strerror}")
-            return 128 + signal.SIGPIPE
-        first = outcome.first
-        if first is None:
-            return self._tell_of_end(outcome)
-        self._tell_of_others(outcome, first)
-        if first.last_words:
-            wrote = "" if first.record else ", which last wrote"
-            self._print(f"rank {first.rank}{wrote}:", "1")
-            self._print(first.last_words)
-        cause = f"rank {first.rank} of {self._job.size} {_how(first)}"
-        if first.signal == signal.SIGKILL and starved:
-            cause += ": it was the kernel's out-of-memory killer" + _memory(machine)
-        self._fail(f"{cause}, after {self._age()}")
-        return first.code
-
-    def _tell_of_end(self, outcome: Outcome) -> int:
-        """Print how a job ended of which no rank had failed by itself."""
-        if outcome.interrupted:
-            places: dict[str, list[int]] = {}
-            for end in outcome.ends:
-                places.setdefault(end.record.get("where", ""), []).append(end.rank)
-            for place, ranks in places.items():
-                if place:
-                    self.say(f"{_ranks(ranks)} stopped at {place}")
-            self.say(f"ended by {signal_name(outcome.interrupted)} after {self._age()}")
-            return 128 + outcome.interrupted
-        if outcome.timed_out:
-            who, limit = _ranks(outcome.timed_out), self._arguments.timeout
-            self._fail(f"{who} did not end within {limit:g} s and had to be ended")
-            return TIMED_OUT
-        if outcome.keeper:
-            how = f"code {outcome.keeper}"
-            if outcome.keeper < 0:
-                how = signal_name(-outcome.keeper)
-            self._fail(f"the process that keeps the ranks ended by {how}, and they with it")
-            return 1
-        return 0
-
-    def _tell_of_others(self, outcome: Outcome, first: End) -> None:
-        """Print what the other ranks have to add to the failure of the first."""
-        others = [end for end in outcome.ends if end.status and end is not first]
-        failed = [end for end in others if not end.is_echo and end.rank in outcome.unasked]
-        parties: dict[str, list[int]] = {}
-        for end in failed:
-            alike = end.record and end.record.get("error") == first.record.get("error")
-            error = f"as rank {first.rank} did" if alike else end.record.get("error", _how(end))
-            parties.setdefault(error, []).append(end.rank)
-        for error, ranks in parties.items():
-            self._print(f"{_ranks(ranks)} failed too: {error}")
-        if first.signal:  # it could not speak for itself: one that waited for it can
-            for echo in [end for end in others if end.is_echo][:1]:
-                self._print(f"rank {echo.rank}, which waited for it:", "1")
-                self._print(echo.last_words)
-        if ended := [end.rank for end in others if end not in failed]:
-            self._print(f"{_ranks(ended)} had to end with it")
-
-    def _overdue(self, pids: list[int]) -> None:
-        """Print what the job waits for, as ``phalanx why`` sees it."""
-        if not pids or self._order.kind == "executable":
-            return
-        command = [sys.executable, "-m", "phalanx", "why", str(pids[0])]
-        try:
-            told = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        except subprocess.TimeoutExpired:
-            return
-        if told.returncode == 0:
-            self._print(told.stdout.rstrip(), None)
-
-    def _fail(self, text: str) -> None:
-        self._print(f"phalanx run: {text}", "1;31")
-
-    def _print(self, text: str, style: int | str | None = None) -> None:
-        errors = self._screen.errors
-        self._screen.line(errors, styled(text, style, errors) if style else text)
-
-    def _age(self) -> str:
-        return f"{time.monotonic() - self._start:.1f} s"
-
-
-def _how(end: End) -> str:
-    if not end.signal:
-        return f"exited with code {end.code}"
-    return f"was killed by {signal_name(end.signal)}"
-
-
-def _memory(machine: Machine) -> str:
-    limit = machine.memory_limit()
-    return "" if limit is None else f" (the limit of this group is {limit / 2**30:.2g} GiB)"
-
-
-def _ranks(ranks: list[int]) -> str:
-    from phalanx import _native
-
-    return _native.rank_list(sorted(ranks))
-
-
-def _count_of(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

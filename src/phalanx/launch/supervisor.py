@@ -7,8 +7,6 @@ import json
 import os
 import selectors
 import signal
-import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -18,8 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from phalanx.launch.keeper import STACKS, Order, command, descendants, kill_below
+from phalanx.launch.descendants import kill_below
+from phalanx.launch.keeper import STACKS, Order
 from phalanx.launch.output import Screen, Speaker, traceback_in
+from phalanx.launch.start import STREAMS, Started
 
 # Once a rank has failed, the others may end by themselves, and say what they saw of it, for so
 # many seconds; then they are asked to (SIGTERM), and some seconds later they are killed.
@@ -132,6 +132,7 @@ class Supervisor:
 
     def __init__(
         self,
+        started: Started,
         order: Order,
         screen: Screen,
         logs: Path | None,
@@ -145,7 +146,7 @@ class Supervisor:
         self._size = len(order.environments)
         self._selector = selectors.DefaultSelector()  # of all that is read
         self._urgent = selectors.DefaultSelector()  # of what is read also while nobody reads us
-        self._spared = descendants(os.getpid())  # what a shell left us when it became us
+        self._keeper, self._spared = started.process, started.spared
         self._speakers: dict[tuple[int, str], Speaker] = {}
         self._records = [b""] * self._size
         self._ended: dict[int, tuple[int, float]] = {}  # status and time of ranks
@@ -155,11 +156,13 @@ class Supervisor:
         self._told = False  # whether ranks have been told to end
         self._steps: list[tuple[float, int]] = []  # when to send which signal
         self._outcome = Outcome()
-        ends = socket.socketpair()
-        pipes = [self._pipes(rank, logs) for rank in range(self._size)]
-        order = replace(order, pipes=pipes, ignored=signals.ignored)
-        connection = self._start_keeper(order, *ends)
+        for rank, readers in enumerate(started.readers):
+            self._listen(rank, readers, logs)
+        connection = Connection(started.link.detach())
         self._connection: Connection | None = connection
+        order = replace(order, pipes=started.writers, ignored=signals.ignored)
+        with contextlib.suppress(BrokenPipeError):  # then it is found to have ended
+            connection.send_bytes(json.dumps(asdict(order)).encode())
         for selector in (self._selector, self._urgent):
             selector.register(signals.pipe, selectors.EVENT_READ, self._interrupt)
             selector.register(connection, selectors.EVENT_READ, self._hear)
@@ -179,45 +182,25 @@ class Supervisor:
             speaker.end()
         return self._outcome
 
-    def _start_keeper(self, order: Order, ours: socket.socket, theirs: socket.socket) -> Connection:
-        writers = [descriptor for pipes in order.pipes for descriptor in pipes]
-        self._keeper = subprocess.Popen(
-            command(order, theirs.fileno()),
-            pass_fds=[theirs.fileno(), *writers],
-            # What all ranks are told, so that it holds for modules imported once for all of them.
-            env={k: v for k, v in order.environments[0].items() if "RANK" not in k},
-        )
-        for descriptor in writers:
-            os.close(descriptor)
-        theirs.close()
-        connection = Connection(ours.detach())
-        with contextlib.suppress(BrokenPipeError):  # then it is found to have ended
-            connection.send_bytes(json.dumps(asdict(order)).encode())
-        return connection
-
     def _is_given_up(self) -> bool:
         """Whether all is over but for output that nobody reads."""
         return self._screen.is_full and time.monotonic() > self._over + ASKED
 
-    def _pipes(self, rank: int, logs: Path | None) -> list[int]:
-        """Open the pipes of a rank, and return the ends that are its own."""
+    def _listen(self, rank: int, readers: list[int], logs: Path | None) -> None:
+        """Pass on what a rank writes to its pipes."""
         directory = logs / str(rank) if logs else None
         if directory:
             directory.mkdir(parents=True)
-        writers = []
-        for name, stream in (("stdout", self._screen.output), ("stderr", self._screen.errors)):
-            log = directory / f"{name}.log" if directory else None
-            speaker = Speaker(rank, self._screen, stream, log)
-            self._speakers[rank, name] = speaker
-            writers.append(self._pipe(speaker.write))
-        writers.append(self._pipe(partial(self._record, rank)))
-        return writers
-
-    def _pipe(self, take: Callable[[bytes], None]) -> int:
-        reader, writer = os.pipe()
-        self._selector.register(reader, selectors.EVENT_READ, partial(self._read, reader, take))
-        self._open += 1
-        return writer
+        streams = {"stdout": self._screen.output, "stderr": self._screen.errors}
+        for name, reader in zip(STREAMS, readers, strict=True):
+            take: Callable[[bytes], None] = partial(self._record, rank)
+            if name in streams:
+                log = directory / f"{name}.log" if directory else None
+                speaker = Speaker(rank, self._screen, streams[name], log)
+                self._speakers[rank, name] = speaker
+                take = speaker.write
+            self._selector.register(reader, selectors.EVENT_READ, partial(self._read, reader, take))
+            self._open += 1
 
     def _step(self) -> None:
         now = time.monotonic()
