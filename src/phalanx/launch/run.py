@@ -18,7 +18,7 @@ from pathlib import Path
 
 from phalanx.commands import CommandError
 from phalanx.launch import placement
-from phalanx.launch.environment import Job
+from phalanx.launch.environment import JOB_VARIABLE, Job
 from phalanx.launch.start import start
 from phalanx.machine import Machine
 from phalanx_autoload import REPLACE, REPLACEABLE
@@ -166,7 +166,8 @@ def run(arguments: Namespace) -> int:
         environment.setdefault("PYTHONUNBUFFERED", "1")  # should it be Python after all
     descriptors = _allow_descriptors(job.size)
     preload = [] if arguments.no_preload or not _wants_torch(words[0], kind) else _PRELOAD
-    begin = partial(start, job.size, preload, environment, words)
+    # The name is for those who look at ranks from outside: they see what the keeper was told.
+    begin = partial(start, job.size, preload, {**environment, JOB_VARIABLE: job.name}, words)
     started = begin()
     from phalanx.launch import launcher  # while the keeper imports what ranks need
 
