@@ -11,6 +11,8 @@ import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from glob import escape as glob_escape
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +31,9 @@ EXAMPLES = [
 
 def configure(parser: ArgumentParser) -> None:
     """Describe the arguments."""
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where the job was recorded")
+    told = "where the job was recorded"
+    directory = parser.add_argument("directory", type=Path, metavar="DIR", help=told)
+    directory.completer = _directories  # type: ignore[attr-defined]
     parser.add_argument(
         "-o",
         "--output",
@@ -44,6 +48,11 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--all", action="store_true", help="show all runs recorded here, not only the newest"
     )
+
+
+def _directories(prefix: str, **_: object) -> list[str]:
+    """Let a shell complete directories only."""
+    return glob(glob_escape(prefix) + "*/")
 
 
 def run(arguments: Namespace) -> int:
