@@ -27,8 +27,8 @@ import torch
 
 from phalanx import bystanders, logs, world
 from phalanx.errors import DistError
+from phalanx.launch.descendants import descendants, kill_below
 from phalanx.launch.environment import Job
-from phalanx.launch.keeper import descendants, kill_below
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle, story
 from phalanx.launch.parcels import main_as_it_is, pack
 from phalanx.launch.placement import THREADS_VARIABLE
