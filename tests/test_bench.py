@@ -292,7 +292,8 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
         (["--op", "all_reduce,glue"], 2, ["'glue'"]),
         (["--dtype", "float31"], 2, ["'float31'", "bfloat16"]),
         (["--reduce-op", "xor"], 2, ["'xor'", "product"]),
-        (["--sizes", "lots"], 1, ["'lots'", "64K"]),
+        (["--sizes", "lots"], 2, ["'lots'", "64K"]),
+        (["--sizes", "0"], 2, ["at least one element", "0 B"]),
         (["--sizes", "8", "--max", "64"], 1, ["--sizes", "--max"]),
         (["-b", "1K", "-e", "8"], 1, ["1024 B", "8 B"]),
         (["-n", "0"], 2, ["'0'"]),
@@ -300,7 +301,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
         (["-e", "1024G"], 1, ["GiB", "available", "--max"]),
         (["--seconds", "0"], 2, ["'0'", "600"]),
         (["--iterations", "few"], 2, ["'few'"]),
-        (["--against", "glue"], 1, ["'glue'", "gloo, mpi"]),
+        (["--against", "glue"], 2, ["'glue'", "gloo, mpi"]),
         (["--against", "gloo", "--ranks-as", "threads"], 1, ["'gloo'", "threadedpg"]),
         (["send_recv", "-n", "3"], 1, ["nothing to measure", "2 ranks", "3"]),
         (["--reduce-op", "avg", "--dtype", "int8"], 1, ["nothing to measure", "int8"]),
@@ -329,9 +330,11 @@ def test_what_is_missing_is_told_with_how_to_get_it(
     monkeypatch.setenv("PATH", "")
     assert cli.main(["bench", "--against", "mpi", "--mpi", str(tmp_path)]) == 1
     assert 'pip install "phalanx[bench]"' in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "matplotlib.backend_bases", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.main(["bench", "--plot", str(tmp_path / "out.png")]) == 1
     assert 'pip install "phalanx[bench]"' in capsys.readouterr().err
+    assert cli.main(["bench", "--plot", str(tmp_path / "out.xyz")]) == 1
+    assert "pip install" not in capsys.readouterr().err
 
 
 def test_an_mpi_without_mpi4py_is_not_used(tmp_path: Path) -> None:

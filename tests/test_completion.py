@@ -6,8 +6,10 @@ import importlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from outside_worlds import look_until, running
 
 from phalanx import cli
 from phalanx.commands import COMMANDS
@@ -34,6 +36,21 @@ def test_commands_and_their_options_are_completed() -> None:
     assert "--max-restarts" in completions("phalanx run --m")
     assert set(completions("phalanx run --pin ")) >= {"auto", "cores", "numa", "none"}
     assert completions("phalanx completion z") == ["zsh"]
+
+
+def test_jobs_are_completed(tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    with running("threads", tmp_path) as pid:
+        job = look_until(pid, lambda job: True)
+        assert job.name in completions("phalanx top ")
+        assert completions(f"phalanx why {job.name[:7]}") == [job.name]
+
+
+def test_directories_of_records_are_completed(tmp_path: Path) -> None:
+    pytest.importorskip("argcomplete")
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records.txt").touch()
+    assert completions(f"phalanx trace {tmp_path}/re") == [f"{tmp_path}/records/"]
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -204,6 +204,53 @@ def test_ranks_that_are_threads(tmp_path: Path) -> None:
             assert "rank1" in stack[0]
 
 
+def test_a_thread_that_has_returned_has_ended() -> None:
+    released = threading.Event()
+
+    def live() -> None:
+        dist.barrier()
+        if dist.get_rank() != 1:
+            released.wait()
+
+    world = threading.Thread(target=dist.run_threads, args=(live, 3))
+    world.start()
+    try:
+        job = look_until(os.getpid(), lambda job: any(rank.ended for rank in job.ranks))
+        assert [rank.ended for rank in job.ranks] == [False, True, False]
+        assert verdict.condition(job, job.ranks[1]) == "ended"
+        assert top.rows(job, job)[1].state == "ended"
+        assert "1 ended" in top.census(job)
+        reason = why.explain(job, job)
+        assert f"Rank 1 (pid {os.getpid()}) has ended; its last call" in reason.text
+    finally:
+        released.set()
+        world.join()
+
+
+def frames_in(*files: str) -> list[dict[str, str]]:
+    return [{"filename": file} for file in files]
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        ["/s/phalanx/launch/script.py", "/s/phalanx/launch/keeper.py", "<string>"],
+        ["<frozen runpy>", "/s/phalanx/launch/script.py", "<string>"],
+        ["/s/phalanx/launch/processes.py", "/l/multiprocessing/process.py", "<string>"],
+        ["/s/phalanx/launch/threads.py", "/l/threading.py"],
+    ],
+)
+def test_stacks_are_without_what_started_the_program(around: list[str]) -> None:
+    program = ["/l/multiprocessing/pool.py", "/home/launch/train.py", "<string>", "/home/main.py"]
+    assert stacks._own(frames_in(*program, *around)) == frames_in(*program)
+    assert stacks._own(frames_in(*around)) == frames_in(*around)
+
+
+def test_stacks_of_programs_that_nobody_launched_are_whole() -> None:
+    frames = frames_in("/s/phalanx/launch/threads.py", "/home/main.py", "/l/runpy.py", "<string>")
+    assert stacks._own(frames) == frames
+
+
 @contextlib.contextmanager
 def own_job() -> Iterator[Job]:
     """Run two thread ranks in this process, one of which waits for the other."""

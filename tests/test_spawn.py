@@ -17,7 +17,7 @@ import torch.distributed
 
 import phalanx as dist
 from phalanx.errors import DistError
-from phalanx.launch import parcels
+from phalanx.launch import parcels, processes
 from phalanx.launch.placement import usable_cores
 from phalanx.launch.spawn import spawn
 from phalanx.machine import Machine
@@ -63,6 +63,24 @@ def wait_for(rank: int, path: str) -> int:
 
 
 def sleep(rank: int) -> None:
+    time.sleep(600)
+
+
+def take_leave(rank: int, folder: str) -> None:
+    def leave(*_: object) -> None:
+        Path(folder, f"left{rank}").touch()
+        sys.exit()
+
+    signal.signal(signal.SIGTERM, leave)
+    Path(folder, f"here{rank}").touch()
+    time.sleep(600)
+
+
+def stay(rank: int, folder: str) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    started = subprocess.Popen(["sleep", "600"])
+    Path(folder, "part").write_text(str(started.pid))
+    Path(folder, "part").rename(Path(folder, "here"))
     time.sleep(600)
 
 
@@ -217,6 +235,24 @@ class TestContext:
         assert [process.daemon for process in context.processes] == [True]
         context.end()
 
+    def test_ranks_are_asked_to_end(self, tmp_path: Path) -> None:
+        context = spawn(take_leave, (str(tmp_path),), nprocs=2, join=False)
+        for rank in range(2):
+            wait_for(0, str(tmp_path / f"here{rank}"))
+        context.end()
+        assert sorted(path.name for path in tmp_path.glob("left*")) == ["left0", "left1"]
+
+    def test_those_that_do_not_are_killed_with_what_they_have_started(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(processes, "_ASKED", 0.05)
+        context = spawn(stay, (str(tmp_path),), join=False)
+        wait_for(0, str(tmp_path / "here"))
+        pids = [*context.pids(), int((tmp_path / "here").read_text())]
+        context.end()
+        while any(Path(f"/proc/{pid}/exe").exists() for pid in pids):
+            time.sleep(0.01)
+
 
 def test_nothing_is_left() -> None:
     spawn(place)  # what the first run sets up may stay
@@ -289,10 +325,13 @@ def test_parcels_are_pickles_where_names_can_be_found() -> None:
 
 
 SCRIPT = """
-import os, sys, time
+import os, subprocess, sys, time
 from phalanx.launch.spawn import spawn
 
 def live(rank, seconds):
+    if seconds:
+        sleeper = subprocess.Popen(["sleep", str(seconds)])
+        os.write(1, b"%d\\n" % sleeper.pid)
     os.write(1, b"%d\\n" % os.getpid())
     time.sleep(seconds)
     return bytes(1_000_000)  # more than a pipe holds
@@ -324,9 +363,53 @@ def test_ranks_end_with_a_program_that_is_killed(tmp_path: Path) -> None:
     )
     try:
         assert program.stdout is not None
-        pids = [int(program.stdout.readline()) for _ in range(2)]
+        pids = [int(program.stdout.readline()) for _ in range(4)]
     finally:
         program.kill()
         program.communicate()
     while any(Path(f"/proc/{pid}/exe").exists() for pid in pids):
         time.sleep(0.01)
+
+
+UNGUARDED = """
+from phalanx.launch.spawn import spawn
+
+def live(rank):
+    return rank
+
+spawn(live, nprocs=2)
+"""
+
+
+def test_a_missing_guard_is_named_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED)
+    done = run_python(str(script))
+    assert done.returncode == 1
+    assert done.stderr.count('if __name__ == "__main__":') == 1
+    assert done.stderr.count("Traceback") == 1
+
+
+INTERRUPTED = """
+import multiprocessing, os, signal
+from multiprocessing import forkserver
+from phalanx.launch import processes
+from phalanx.launch.spawn import spawn
+
+def live(rank):
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    return signal.SIGINT not in blocked and signal.getsignal(signal.SIGINT).__name__
+
+if __name__ == "__main__":
+    processes._start_fork_server(multiprocessing.get_context("forkserver"))
+    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGINT)
+    print(*spawn(live, nprocs=2))
+"""
+
+
+def test_an_interrupt_is_not_for_what_ranks_are_forked_from(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    done = run_python(str(script))
+    assert done.stderr == ""
+    assert done.stdout.split() == ["default_int_handler"] * 2

@@ -143,6 +143,20 @@ def colours(page):
     )
 
 
+def test_a_narrow_window(visit, small):
+    page = visit(small)
+    page.set_viewport_size({"width": 420, "height": 800})
+    settle(page)
+    shoot(page, "narrow")
+    boxes = [page.locator(name).bounding_box() for name in (".brand", "nav", "#search")]
+    for box in boxes:
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 420
+    brand, nav, search = boxes
+    assert brand["x"] + brand["width"] <= nav["x"]
+    assert max(brand["y"] + brand["height"], nav["y"] + nav["height"]) <= search["y"]
+
+
 def test_something_is_drawn(visit, small):
     page = visit(small)
     assert colours(page) > 20
@@ -310,7 +324,7 @@ def test_what_is_missing_is_told(visit, tmp_path):
     assert cli.main(["trace", str(tmp_path)]) == 0
     page = visit(tmp_path / "trace.html")
     assert page.locator("#problems").inner_text() == "no record of rank 2"
-    assert "rank 1 never came on world" in page.locator("#panel").inner_text()
+    assert "rank 1 never came on world; others waited" in page.locator("#panel").inner_text()
     point_at(page, event(page, "barrier", 0))
     page.wait_for_selector("#tooltip:not([hidden])")
     assert "wait unknown" in page.locator("#tooltip").inner_text()

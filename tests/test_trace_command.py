@@ -168,6 +168,7 @@ def test_a_truncated_file_is_read_as_far_as_it_goes(job, capsys, left):
     shown = 2 + (1 if slots >= 5 else 0)
     assert f"{shown} operations" in said.out
     assert ("no record of rank 1" in said.err) == (left < 512)
+    assert ("rank1-101.trace: the end is missing" in said.err) == (left in (600, 1000, 1151))
 
 
 def test_a_slot_that_was_being_written_ends_the_file(job, capsys):
@@ -191,16 +192,26 @@ def test_who_never_came_is_told(tmp_path, capsys):
     made.write(tmp_path, 1, 2, [made.group(1, "world", 1, 2)])
     said = run(capsys, tmp_path).out
     assert "rank 1 never came to barrier #1 on world at train.py:88 in step" in said
+    assert "others waited 10 ns" in said
 
 
 def test_runs_in_one_directory(job, capsys):
-    """The newest is shown, unless all are asked for."""
+    """The newest is shown, unless another one or all are asked for."""
     slots = [made.site("b.py:1"), made.group(9, "w", 0, 1), made.operation("barrier", 1, 10, 20)]
     made.write(job, 0, 1, slots, "rank0-7.trace", pid=7, world=8, epoch=10**15)
     said = run(capsys, job)
     assert "1 operation of 1 rank" in said.out
-    assert "2 runs have been recorded here" in said.err
+    assert "2 runs that have no world in common" in said.err
+    assert "2 ranks (processes 100 to 101)" in said.err
+    assert "1 rank (process 7)" in said.err
+    assert "number 2 " in said.err
+    said = run(capsys, job, "--run", "1")
+    assert "4 operations of 2 ranks" in said.out
+    assert "number 1 " in said.err
     assert "5 operations of 2 ranks" in run(capsys, job, "--all").out
+    said = run(capsys, job, "--run", "3", code=1).err
+    assert "there is no run 3" in said
+    assert "(process 7)" in said
 
 
 def test_a_place_that_cannot_be_written(job, tmp_path, capsys):

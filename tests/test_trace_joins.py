@@ -140,9 +140,13 @@ def test_who_never_comes_is_waited_for_to_the_end():
         [made.operation("barrier", 1, 10, 20), failed], [made.operation("barrier", 1, 15, 20)]
     )
     joined = joins.join(trace)
-    (unmet,) = summary.summarize(trace, joined)["unmet"]
+    facts = summary.summarize(trace, joined)
+    (unmet,) = facts["unmet"]
     assert (unmet["op"], unmet["sequence"]) == ("barrier", 2)
     assert (unmet["came"], unmet["absent"]) == ([0], [1])
+    lost = sum(rank["lost_seconds"] for rank in facts["ranks"])
+    assert 0 < unmet["waited_seconds"] <= lost
+    assert sum(rank["kept_others_seconds"] for rank in facts["ranks"]) == pytest.approx(lost)
     assert joined.wait.tolist() == [5, 0, 800]
     assert joined.complete.tolist() == [True, False]
 

@@ -34,6 +34,8 @@ EXAMPLES = [
 
 SMALLEST, LARGEST, FACTOR = 8, 64 << 20, 2
 MOST_RANKS = 256
+ALL_PEERS = list(dict.fromkeys(name for known in PEERS.values() for name in known))
+PICTURES = (".png", ".svg", ".pdf")
 ALIASES = {"half": "float16", "float": "float32", "double": "float64", "prod": "product"}
 
 
@@ -55,7 +57,7 @@ def _configure_what(add: Callable[..., Action]) -> None:
     _complete(add("--op", type=operations, default=[], metavar="NAMES", help=told), OPERATIONS)
     add("--list", action="store_true", help="list operations, types and whom to compare with")
     told = "8,64K,1M; or 8:64M, doubled each time; or 8:64M:4, times 4"
-    add("--sizes", metavar="SIZES", help=told)
+    add("--sizes", type=_size_list, metavar="SIZES", help=told)
     add("-b", "--min", type=_bytes, metavar="SIZE", help="smallest size (default 8)")
     add("-e", "--max", type=_bytes, metavar="SIZE", help="largest size (default 64M)")
     add("-f", "--factor", type=_positive, metavar="N", help="from a size to the next (default 2)")
@@ -76,8 +78,8 @@ def _configure_what(add: Callable[..., Action]) -> None:
 
 def _configure_how(add: Callable[..., Action]) -> None:
     told = "whom to compare with, with commas: gloo, mpi, ... (see --list)"
-    peers = dict.fromkeys(name for known in PEERS.values() for name in known)
-    _complete(add("--against", type=_words, default=[], metavar="NAMES", help=told), peers)
+    action = add("--against", type=_peer_names, default=[], metavar="NAMES", help=told)
+    _complete(action, ALL_PEERS)
     told = "for each size of each implementation (default 0.3)"
     add("--seconds", type=_seconds, default=0.3, metavar="S", help=told)
     add("--iterations", type=_positive, metavar="N", help="so many calls instead of so long")
@@ -171,12 +173,11 @@ def _check_outputs(arguments: Namespace) -> None:
     if arguments.plot:
         from phalanx.extras import need
 
-        canvas = need("matplotlib.backend_bases", "bench", "a plot").FigureCanvasBase
-        suffix = arguments.plot.suffix[1:].lower()
-        if suffix not in canvas.filetypes:
+        if arguments.plot.suffix.lower() not in PICTURES:
             raise CommandError(
                 f"cannot draw into {str(arguments.plot)!r}: end it with .png, .svg or .pdf"
             )
+        need("matplotlib.figure", "bench", "a plot")
     for path in (arguments.plot, arguments.json):
         if path not in (None, "-"):
             _check_writable(Path(path))
@@ -234,6 +235,25 @@ def _names(known: Collection[str], what: str) -> Callable[[str], list[str]]:
         return names
 
     return read
+
+
+def _peer_names(text: str) -> list[str]:
+    names = _words(text)
+    for name in names:
+        if name not in ALL_PEERS:
+            raise ArgumentTypeError(
+                f"unknown implementation {name!r} (known: {', '.join(ALL_PEERS)})"
+            )
+    return names
+
+
+def _size_list(text: str) -> str:
+    """Check sizes; what they are depends on --factor as well."""
+    try:
+        parse_sizes(text)
+    except ValueError as error:
+        raise ArgumentTypeError(str(error)) from None
+    return text
 
 
 def _bytes(text: str) -> int:

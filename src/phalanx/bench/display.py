@@ -112,7 +112,8 @@ class Display:
         """Start a table."""
         self.say("")
         self.say(section.title(self.kind), "bold cyan")
-        self.say("".join(f"{column.heading:>{column.width}}" for column in self.table), "dim")
+        heading = "".join(f"{column.heading:>{column.width}}" for column in self.table)
+        self._show(Text(heading, "dim"), soft_wrap=True)
 
     def tell(self, num_bytes: int, what: str) -> None:
         """Say on a terminal what is being measured."""
@@ -127,10 +128,12 @@ class Display:
         line = Text()
         for column in self.table:
             line.append(f"{column.text(row):>{column.width}}", column.style(row))
-        self.say(line)
+        self._show(line, soft_wrap=True)
 
-    def say(self, line: str | Text, style: str = "") -> None:
-        """Show a line."""
-        text = Text(line, style) if isinstance(line, str) else line
-        self.console.print(text, soft_wrap=True)
+    def say(self, text: str, style: str = "") -> None:
+        """Show a text; a terminal that is narrow breaks it between words, a pipe not at all."""
+        self._show(Text(text, style), soft_wrap=not self.console.is_terminal)
+
+    def _show(self, text: Text, soft_wrap: bool) -> None:
+        self.console.print(text, soft_wrap=soft_wrap)
         self.console.file.flush()

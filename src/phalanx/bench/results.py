@@ -88,7 +88,9 @@ def parse_sizes(text: str, factor: int = 2) -> list[int]:
 
 def size_range(smallest: int, largest: int, factor: int) -> list[int]:
     """Return sizes up to `largest`, each `factor` times the one before."""
-    if not 0 < smallest <= largest:
+    if smallest < 1:
+        raise ValueError(f"a size is at least one element, got {smallest} B")
+    if smallest > largest:
         raise ValueError(
             f"sizes go from a smaller to a larger one, got {smallest} B to {largest} B"
         )

@@ -28,6 +28,7 @@ _STYLES = {
     "deadlock": "bold red",
     "in a debugger": "magenta",
     "left": "dim",
+    "ended": "dim",
     "absent": "dim",
     "idle": "cyan",
     "moving": "green",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pwd
 import time
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -121,6 +122,11 @@ class Rank:
     def gone(self) -> bool:
         """Its process has ended without a word."""
         return self.presence in ("joining", "here") and not self.alive
+
+    @property
+    def ended(self) -> bool:
+        """Its thread has returned, without leaving its world; its process lives on."""
+        return self.presence in ("joining", "here") and self.alive and not self.state
 
     @property
     def stopped(self) -> bool:
@@ -246,16 +252,29 @@ def find(wanted: str | None = None) -> Job:
         )
     if len(jobs) == 1:
         return jobs[0]
-    known = ", ".join(job.name for job in view.jobs) or "none"
     if not jobs:
-        what = "no job is running" if wanted is None else f"there is no job '{wanted}'"
-        raise JobNotFound(f"{what}; jobs of this user on this machine: {known}" + _notes(view))
+        what = "no job of this user is running on this machine"
+        if wanted is not None:
+            known = ", ".join(job.name for job in view.jobs) or "none"
+            what = f"there is no job '{wanted}'; jobs of this user on this machine: {known}"
+        raise JobNotFound(what + _notes(view))
     several = "".join(f"\n  {job.name}  {job.title}" for job in jobs)
     raise JobNotFound(
         f"{len(jobs)} jobs are running, name one of them:{several}"
         if wanted is None
         else f"'{wanted}' may mean any of these jobs:{several}"
     )
+
+
+def add_job_argument(parser: ArgumentParser) -> None:
+    """Let a command take what `find` understands, and a shell complete the names of jobs."""
+
+    def complete(prefix: str, **_: object) -> dict[str, str]:
+        return {job.name: job.title for job in look().jobs}
+
+    told = "id of the job, its beginning, or a process id"
+    action = parser.add_argument("job", nargs="?", help=told)
+    action.completer = complete  # type: ignore[attr-defined]
 
 
 def look_again(job: Job) -> Job | None:

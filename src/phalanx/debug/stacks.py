@@ -6,7 +6,8 @@ import json
 import shutil
 import subprocess
 import sys
-from pathlib import Path
+from itertools import takewhile
+from pathlib import Path, PurePath
 from typing import Any
 
 from phalanx.debug.outside import Rank
@@ -34,11 +35,30 @@ def stack_of(rank: Rank, threads: bool) -> list[str]:
         lines.append(f"thread {thread['thread_name']} ({'active' if thread['active'] else 'idle'})")
         lines += (
             f"  {frame['short_filename'] or frame['filename']}:{frame['line']} in {frame['name']}"
-            for frame in thread["frames"]
+            for frame in _own(thread["frames"])
         )
     if not lines:
         raise NoStacks(f"py-spy sees no Python thread of rank {rank.rank} in process {rank.pid}")
     return lines
+
+
+def _own(frames: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Leave out what has started the program: our launchers, and Python's helpers around them."""
+    around = list(takewhile(_starts_programs, (frame["filename"] for frame in reversed(frames))))
+    return frames[: -len(around)] or frames if any(map(_is_launcher, around)) else frames
+
+
+def _is_launcher(file: str) -> bool:
+    return PurePath(file).parts[-3:-1] == ("phalanx", "launch")
+
+
+def _starts_programs(file: str) -> bool:
+    folder, name = PurePath(file).parent.name, PurePath(file).name
+    return (
+        _is_launcher(file)
+        or folder == "multiprocessing"
+        or name in ("<string>", "<frozen runpy>", "runpy.py", "threading.py")
+    )
 
 
 def _program() -> str:

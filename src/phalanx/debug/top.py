@@ -34,7 +34,7 @@ EXAMPLES = [
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("job", nargs="?", help="id of the job, its beginning, or a process id")
+    outside.add_job_argument(parser)
     parser.add_argument("--once", action="store_true", help="print the table once")
     parser.add_argument("--interval", type=_seconds, default=1.0, help="seconds between looks (1)")
     parser.add_argument("--sort", choices=SORTS, default="rank", help="what comes first (rank)")

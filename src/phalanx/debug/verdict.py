@@ -134,7 +134,7 @@ def condition(job: Job, rank: Rank) -> str:
         return rank.presence
     if wait_of(job, rank):
         return "waiting"
-    return _STATES.get(rank.state, rank.state)
+    return "ended" if rank.ended else _STATES.get(rank.state, rank.state)
 
 
 def summary(job: Job) -> str:

@@ -31,7 +31,7 @@ EXAMPLES = [
 
 
 def configure(parser: ArgumentParser) -> None:
-    parser.add_argument("job", nargs="?", help="id of the job, its beginning, or a process id")
+    outside.add_job_argument(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON object")
     parser.add_argument("--once", action="store_true", help="look once and end, as it always does")
 
@@ -206,15 +206,18 @@ def _each(before: Job, now: Job, ranks: list[int]) -> str:
     lines = []
     for number in ranks:
         rank = now.ranks[number]
-        if rank.gone or rank.presence != "here":
-            lines.append(f"{_title(rank)} is {verdict.condition(now, rank)}.")
-            continue
         wait = verdict.wait_of(now, rank)
+        doing = verdict.condition(now, rank)
+        if doing in ("left", "failed", "ended"):
+            lines.append(f"{_title(rank)} has {doing}; {verdict.last_deed(now, number)}.")
+            continue
+        if rank.gone or rank.presence != "here":
+            lines.append(f"{_title(rank)} is {doing}.")
+            continue
         if wait is not None:
             lines.append(f"{_title(rank)} waits in {verdict.numbered(now, number, wait)}.")
             continue
         used = (rank.cpu_seconds - before.ranks[number].cpu_seconds) / seconds
-        doing = verdict.condition(now, rank)
         if rank.state == "T":
             doing = "stopped (SIGSTOP, or Ctrl-Z)"
         lines.append(
@@ -234,7 +237,8 @@ def _operations(job: Job) -> int:
 
 def add_stacks(reason: Reason, job: Job) -> None:
     """Add the Python stacks of the ranks that do not wait in one of our calls."""
-    free = [r for r in job.ranks if r.alive and r.presence == "here" and not _waits(job, r)]
+    here = [rank for rank in job.ranks if rank.presence == "here" and rank.state]
+    free = [rank for rank in here if verdict.wait_of(job, rank) is None]
     free.sort(key=lambda rank: (rank.rank not in reason.ranks, rank.rank))
     for rank in free[:_MOST_STACKS]:
         try:
@@ -244,10 +248,6 @@ def add_stacks(reason: Reason, job: Job) -> None:
                 reason.no_stacks.append(str(why))
     if len(free) > _MOST_STACKS:
         reason.no_stacks.append(f"{len(free) - _MOST_STACKS} more ranks do not wait either")
-
-
-def _waits(job: Job, rank: Rank) -> bool:
-    return verdict.wait_of(job, rank) is not None
 
 
 def _page(reason: Reason) -> str:

@@ -47,7 +47,9 @@ def run(arguments: Namespace) -> int:
     stage = Stage(looks.terminal(), pauses=not (arguments.no_pause or arguments.fast))
     with tempfile.TemporaryDirectory(prefix="phalanx-demo-") as folder, looks.tidy():
         _prepare_processes()
-        tour = _programs(Path(folder))
+        _greet(stage)
+        with stage.busy("importing torch ..."):
+            tour = _programs(Path(folder))
         try:
             _ranks(stage, tour)
             _bugs(stage, tour)
@@ -84,14 +86,18 @@ def _programs(folder: Path) -> Any:
     return importlib.import_module(_MODULE)
 
 
-def _ranks(stage: Stage, tour: Any) -> None:
-    import phalanx
-
+def _greet(stage: Stage) -> None:
+    """Begin the first chapter, while there is nothing to run yet."""
     stage.chapter("Ranks, and an all_reduce")
     stage.say(
         "A distributed program is one function that several ranks run at once. They can be "
         "processes, or threads of one process, as here: good for a first try, and for tests."
     )
+
+
+def _ranks(stage: Stage, tour: Any) -> None:
+    import phalanx
+
     stage.code(tour.greet)
     stage.command("dist.run_threads(greet, 4)")
     stage.show("\n".join(phalanx.run_threads(tour.greet, 4)))

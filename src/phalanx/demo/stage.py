@@ -8,8 +8,8 @@ import sys
 import termios
 import textwrap
 import tty
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console
@@ -140,8 +140,9 @@ class Stage:
     def _pause(self) -> None:
         if not self._pauses or self.console is None:
             return
-        self.console.print(Text("\n any key goes on, q ends ", "dim"), end="")
-        key = _key(sys.stdin.fileno())
+        with _keys(sys.stdin.fileno()) as read:
+            self.console.print(Text("\n any key goes on, q ends ", "dim"), end="")
+            key = read()
         erase = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2))
         self.console.control(erase)
         if key in (b"q", b"Q", b"\x1b", b"\x04", b""):
@@ -152,11 +153,12 @@ class Quit(Exception):
     """Whoever watches has seen enough."""
 
 
-def _key(terminal: int) -> bytes:
-    """Wait for a key."""
+@contextmanager
+def _keys(terminal: int) -> Iterator[Callable[[], bytes]]:
+    """Have a terminal give each key at once; those that were pressed before do not count."""
     settings = termios.tcgetattr(terminal)
     try:
         tty.setcbreak(terminal)
-        return os.read(terminal, 32)
+        yield lambda: os.read(terminal, 32)
     finally:
         termios.tcsetattr(terminal, termios.TCSADRAIN, settings)

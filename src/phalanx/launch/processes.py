@@ -15,6 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -26,6 +27,7 @@ import torch
 
 from phalanx import bystanders, logs, world
 from phalanx.errors import DistError
+from phalanx.launch.descendants import descendants, kill_below
 from phalanx.launch.environment import Job
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle, story
 from phalanx.launch.parcels import main_as_it_is, pack
@@ -39,6 +41,12 @@ _log = logs.area("launch")
 
 # Asks a rank to write down where each of its threads stands.
 _DUMP_STACKS = signal.SIGUSR2
+
+# How long ranks that are asked to end (SIGTERM) may take before they are killed.
+_ASKED = 2.0
+
+# How the process of a rank exits that starts ranks itself while it imports the main module.
+_UNGUARDED = 97
 
 
 class _Brief(NamedTuple):
@@ -121,6 +129,8 @@ class Processes:
         start_method: str = "forkserver",
         daemon: bool | None = None,
     ) -> None:
+        if getattr(multiprocessing.current_process(), "_inheriting", False):
+            os._exit(_UNGUARDED)  # the launcher says what is wrong, once
         self.results: list[Any] = [None] * size
         self.failures: list[Failure] = []
         self.ranks: list[_Rank] = []
@@ -134,8 +144,7 @@ class Processes:
         brief = _Brief(size, task, environment, group, directory)
         context = multiprocessing.get_context(start_method)
         if isinstance(context, ForkServerContext):
-            # Forking a server that has imported torch but never used it is both fast and safe.
-            context.set_forkserver_preload(["torch", __name__])
+            _start_fork_server(context)
         try:
             with main_as_it_is():
                 for rank in range(size):
@@ -188,17 +197,44 @@ class Processes:
 
     def end(self) -> None:
         """End what still runs, and leave nothing behind. Can be called again."""
-        grace = 0.0 if self.running else GRACE
+        patience = 0.0 if self.running else GRACE
         if not self.failures:
             self.failures += (
                 Failure(rank.rank, DistError(f"rank {rank.rank} was ended"), from_outside=True)
                 for rank in self.running
             )
         self.running.clear()
-        for rank in self.ranks:
-            rank.end(grace)
-        self._stop_listening()
-        self._tidy()
+        left = [rank for rank in self.ranks if not rank.closed]
+        try:
+            _join(left, patience)
+            for rank in left:
+                rank.process.terminate()
+            _join(left, _ASKED)
+        finally:  # at once if this is interrupted
+            for rank in left:
+                rank.close()
+            self._stop_listening()
+            self._tidy()
+
+
+def _start_fork_server(context: ForkServerContext) -> None:
+    """Have ranks be forked from a process that has imported torch but never used it.
+
+    That is both fast and safe. A Ctrl-C that comes while it imports is for this process alone.
+    """
+    context.set_forkserver_preload(["torch", __name__, "phalanx.launch.unblocking"])
+    resource_tracker.ensure_running()  # which would unblock the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _join(ranks: list[_Rank], seconds: float) -> None:
+    limit = time.monotonic() + seconds
+    for rank in ranks:
+        rank.process.join(max(limit - time.monotonic(), 0))
 
 
 def _close(ranks: list[_Rank]) -> None:
@@ -219,7 +255,7 @@ class _Rank:
         self.process.start()
         sender.close()
         self.pid = self.process.pid or 0
-        self._ended = False
+        self.closed = False
         _log.info("started rank %d of %d as pid %d", rank, brief.size, self.pid)
 
     def receive(self) -> Any:
@@ -231,7 +267,12 @@ class _Rank:
             pass
         self.process.join()
         code = self.process.exitcode or 0
-        if code < 0:
+        if code == _UNGUARDED:
+            error = DistError(
+                f"rank {self.rank} started ranks while it imported the main module\n"
+                'every rank imports that first: start ranks under `if __name__ == "__main__":`'
+            )
+        elif code < 0:
             error = DistError(f"rank {self.rank} was killed by {signal.Signals(-code).name}")
         else:
             error = DistError(f"rank {self.rank} exited with code {code} before its function ended")
@@ -257,13 +298,15 @@ class _Rank:
             time.sleep(0.02)
         return text or "  (it did not answer)"
 
-    def end(self, grace: float) -> None:
-        """Wait a while for the process to end by itself, then kill it. Can be called again."""
-        if self._ended:
-            return
-        self._ended = True
-        self.process.join(grace)
-        self.process.kill()
+    def close(self) -> None:
+        """Kill the process if it still runs, with what it has started."""
+        self.closed = True
+        if self.process.is_alive():
+            started = descendants(self.pid)
+            self.process.kill()
+            for pid in started:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         self.process.join()
         self.process.close()
 
@@ -272,6 +315,9 @@ def _main(rank: int, brief: _Brief, sender: Connection) -> None:
     """Be one rank: the whole life of its process."""
     watch = threading.Thread(target=_end_with_launcher, args=(brief.directory,), daemon=True)
     bystanders.mark(watch).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if not os.path.isdir(brief.directory):  # the launcher was interrupted and has given up
+        return
     os.environ.clear()
     os.environ.update(brief.environment, **Job.rank_variables(rank))
     _heed_environment()
@@ -343,4 +389,5 @@ def _end_with_launcher(directory: str) -> None:
     if launcher is not None:
         launcher.join()
         shutil.rmtree(directory, ignore_errors=True)
+        kill_below(os.getpid())
         os.kill(os.getpid(), signal.SIGKILL)

@@ -57,9 +57,12 @@ def spawn(
     (``pip install "phalanx[notebook]"``). A script must call this under
     `if __name__ == "__main__":`. Unless OMP_NUM_THREADS is set the ranks share the cores evenly.
 
-    The first real failure is raised as in its process, labelled with its rank, and ends the others.
-    No process outlives this one. With `join=False` the SpawnContext of the running processes is
-    returned instead of their results.
+    The first real failure is raised as in its process, labelled with its rank, and ends the others:
+    they have 5 s to end by themselves, then they are asked to (SIGTERM), and 2 s later they are
+    killed. No process outlives this one.
+
+    With `join=False` the SpawnContext of the running processes is returned instead of their
+    results.
 
     `daemon` processes are ended with the program if nobody has joined them, and cannot have
     children. `start_method` is "forkserver", "spawn" or "fork", as in multiprocessing.
@@ -109,7 +112,7 @@ class SpawnContext:
         return True
 
     def end(self) -> None:
-        """Kill the ranks that still run."""
+        """End the ranks that still run: ask them to (SIGTERM), and kill them 2 s later."""
         self._ranks.end()
         self._release()
         if self._results is None and self._error is None:

@@ -11,6 +11,8 @@ import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from glob import escape as glob_escape
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +25,16 @@ EXAMPLES = [
     ("phalanx run -n 4 --trace out/ train.py", "record a job"),
     ("phalanx trace out/ --open", "draw it and open it in a browser"),
     ("phalanx trace out/ -o report/", "write the two files elsewhere"),
+    ("phalanx trace out/ --run 1", "the first of several jobs that were recorded there"),
     ("phalanx trace out/ --json | jq .ranks", "only the summary, for programs"),
 ]
 
 
 def configure(parser: ArgumentParser) -> None:
     """Describe the arguments."""
-    parser.add_argument("directory", type=Path, metavar="DIR", help="where the job was recorded")
+    told = "where the job was recorded"
+    directory = parser.add_argument("directory", type=Path, metavar="DIR", help=told)
+    directory.completer = _directories  # type: ignore[attr-defined]
     parser.add_argument(
         "-o",
         "--output",
@@ -41,16 +46,26 @@ def configure(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="print the summary as JSON and write no files"
     )
-    parser.add_argument(
-        "--all", action="store_true", help="show all runs recorded here, not only the newest"
-    )
+    runs = parser.add_mutually_exclusive_group()
+    told = "which run to show if several have been recorded here: 1 is the oldest (the newest)"
+    runs.add_argument("--run", type=int, metavar="N", dest="number", help=told)
+    told = "show all of them on one timeline; each rank is one lane"
+    runs.add_argument("--all", action="store_true", help=told)
+
+
+def _directories(prefix: str, **_: object) -> list[str]:
+    """Let a shell complete directories only."""
+    return glob(glob_escape(prefix) + "*/")
 
 
 def run(arguments: Namespace) -> int:
     """Read, join, write, and say what was found."""
     from phalanx.trace import files, joins, summary
 
-    sources, problems = _sources(arguments.directory, arguments.all)
+    sources, problems = _sources(arguments.directory)
+    if not arguments.all:
+        sources = _one_run(sources, arguments.number, problems)
+    problems += _missing(sources)
     trace = files.assemble(sources, problems)
     if not trace.operations.size and not trace.ranges.size:
         raise CommandError(
@@ -73,7 +88,7 @@ def run(arguments: Namespace) -> int:
     return 0
 
 
-def _sources(directory: Path, every_run: bool) -> tuple[list[Source], list[str]]:
+def _sources(directory: Path) -> tuple[list[Source], list[str]]:
     from phalanx.trace import files
 
     if not directory.is_dir():
@@ -86,13 +101,27 @@ def _sources(directory: Path, every_run: bool) -> tuple[list[Source], list[str]]
             f"{directory} has no records (files named rank*{files.SUFFIX}): run the job with "
             f"phalanx run --trace {directory}"
         )
+    return sources, problems
+
+
+def _one_run(sources: list[Source], number: int | None, problems: list[str]) -> list[Source]:
+    """Choose one of the runs that have nothing in common, and say which others there are."""
+    from phalanx.trace import files
+
     runs = files.runs(sources)
-    if len(runs) > 1 and not every_run:
-        problems.append(
-            f"{len(runs)} runs have been recorded here; this is the newest (--all shows all)"
+    several = [f"{i}: {files.describe_run(each)}" for i, each in enumerate(runs, 1)]
+    chosen = len(runs) if number is None else number
+    if not 1 <= chosen <= len(runs):
+        raise CommandError(
+            f"there is no run {chosen}, these are recorded:\n  " + "\n  ".join(several)
         )
-        sources = runs[-1]
-    return sources, problems + _missing(sources)
+    if len(runs) > 1:
+        shown = [*several[:3], f"... {several[-1]}"] if len(several) > 4 else several
+        problems.append(
+            f"{len(runs)} runs that have no world in common have been recorded here "
+            f"({'; '.join(shown)}); this is number {chosen} (--run N shows another, --all all)"
+        )
+    return runs[chosen - 1]
 
 
 def _missing(sources: Sequence[Source]) -> list[str]:
@@ -165,7 +194,8 @@ def _report(facts: dict[str, Any]) -> None:
         console.print(
             f"[bold]{_absent(entry['absent'])}[/] never came to {entry['op']} "
             f"#{entry['sequence']} on {escape(printable(entry['group']))} at "
-            f"[bold]{escape(printable(entry['site']))}[/]",
+            f"[bold]{escape(printable(entry['site']))}[/], where others waited "
+            f"{moment(entry['waited_seconds'])}",
             soft_wrap=True,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +115,10 @@ class Source:
     host: str
     boot: str
     epoch: int  # nanoseconds from the monotonic clock to the time of day
+    began: int  # nanoseconds since 1970
     lost: int
     error: int
+    cut: bool  # the end of the file is missing
     slots: NDArray[Any] = field(repr=False)
 
 
@@ -183,8 +186,10 @@ def parse(path: Path, data: NDArray[Any]) -> Source:
         host,
         boot,
         int(head["realtime_ns"]) - int(head["monotonic_ns"]),
+        int(head["realtime_ns"]),
         int(head["lost"]),
         int(head["error"]),
+        body.size % _SLOT != 0,
         slots[: unwritten[0]] if unwritten.size else slots,
     )
 
@@ -199,6 +204,8 @@ def read_all(directory: Path) -> tuple[list[Source], list[str]]:
             problems.append(f"{path.name}: {error}")
             continue
         sources.append(source)
+        if source.cut:
+            problems.append(f"{path.name}: the end is missing: it was not copied whole")
         if source.error:
             problems.append(
                 f"rank {source.rank}: {source.lost} operations are not recorded: "
@@ -219,6 +226,15 @@ def runs(sources: Sequence[Source]) -> list[list[Source]]:
         found = [run for run in found if run not in related]
         found.append([each for run in related for each in run] + [source])
     return sorted(found, key=lambda run: max(s.epoch + _last_time(s) for s in run))
+
+
+def describe_run(run: Sequence[Source]) -> str:
+    """Say when a run began, and of which processes: "10:51:02, 2 ranks (process 4711)"."""
+    began = datetime.fromtimestamp(min(source.began for source in run) * 1e-9)
+    ranks = len({source.rank for source in run})
+    pids = sorted({source.pid for source in run})
+    several = f"processes {pids[0]} to {pids[-1]}" if len(pids) > 1 else f"process {pids[0]}"
+    return f"{began:%H:%M:%S}, {ranks} rank{'s' if ranks > 1 else ''} ({several})"
 
 
 def assemble(sources: Sequence[Source], problems: Sequence[str] = ()) -> Trace:

@@ -21,7 +21,8 @@ class Panel {
     const rows = this.model.summary.unmet.slice(0, 6).map((entry) =>
       this.entry(entry.index, entry.op, entry.site, `#${number(entry.sequence)}`,
         element("span", {}, element("b", { class: "late" }, this.absent(entry)),
-          ` never came on ${entry.group}`)));
+          ` never came on ${entry.group}; others waited `
+            + duration(entry.waited_seconds * 1e9))));
     return rows.length
       ? this.section("Not met", "collectives that some ranks did not come to", ...rows) : null;
   }

@@ -18,26 +18,30 @@ _SHOWN = 20  # entries of a list
 
 def summarize(trace: Trace, joined: Joined) -> dict[str, Any]:
     """Return what ``phalanx trace --json`` prints; times are seconds."""
+    unmet = list(_unmet(trace, joined))
     return {
         "started": datetime.fromtimestamp(trace.began / _SECOND, tz=timezone.utc).isoformat(),
         "seconds": trace.length / _SECOND,
         "operations": int(trace.operations.size),
         "unfinished": int(np.count_nonzero(trace.operations["state"] == WAITING)),
-        "ranks": [_of_rank(trace, joined, rank) for rank in trace.ranks],
+        "ranks": [_of_rank(trace, joined, unmet, rank) for rank in trace.ranks],
         "by_operation": list(_by_operation(trace, joined)),
         "groups": list(_by_group(trace, joined)),
         "slowest": list(_slowest(trace, joined)),
         "stragglers": list(_stragglers(trace, joined)),
-        "unmet": list(_unmet(trace, joined)),
+        "unmet": unmet[:_SHOWN],
         "problems": trace.problems,
     }
 
 
-def _of_rank(trace: Trace, joined: Joined, rank: int) -> dict[str, Any]:
+def _of_rank(
+    trace: Trace, joined: Joined, unmet: list[dict[str, Any]], rank: int
+) -> dict[str, Any]:
     mine = trace.operations["rank"] == rank
     hosts = {source.host for source in trace.sources if source.rank == rank}
     pids = sorted({source.pid for source in trace.sources if source.rank == rank})
     was_last = trace.operations["rank"][joined.last] == rank
+    in_vain = sum(entry["waited_seconds"] for entry in unmet if rank in entry["absent"])
     return {
         "rank": rank,
         "host": ", ".join(sorted(hosts)),
@@ -48,7 +52,7 @@ def _of_rank(trace: Trace, joined: Joined, rank: int) -> dict[str, Any]:
         "wait_seconds": float(np.maximum(joined.wait[mine], 0).sum() / _SECOND),
         "transfer_seconds": float(joined.transfer[mine].sum() / _SECOND),
         "came_last": int(np.count_nonzero(was_last & (joined.late > 0))),
-        "kept_others_seconds": float(joined.waited[was_last].sum() / _SECOND),
+        "kept_others_seconds": float(joined.waited[was_last].sum() / _SECOND) + in_vain,
     }
 
 
@@ -145,8 +149,10 @@ def _unmet(trace: Trace, joined: Joined) -> Iterator[dict[str, Any]]:
     table = trace.operations
     met = np.flatnonzero(joined.meeting >= 0)
     stuck = met[~joined.complete[joined.meeting[met]] & (table["state"][met] != DONE)]
-    for meeting in np.unique(joined.meeting[stuck])[:_SHOWN]:
-        came = np.flatnonzero(joined.meeting == meeting)
+    came_to: dict[int, list[int]] = {}
+    for i in met[np.isin(joined.meeting[met], joined.meeting[stuck])].tolist():
+        came_to.setdefault(int(joined.meeting[i]), []).append(i)
+    for meeting, came in sorted(came_to.items()):
         first = int(joined.first[meeting])
         group = trace.groups[table["group"][first]]
         yield {
@@ -157,6 +163,7 @@ def _unmet(trace: Trace, joined: Joined) -> Iterator[dict[str, Any]]:
             "site": trace.sites[table["site"][first]][0],
             "came": table["rank"][came].tolist(),
             "absent": sorted(set(group.members) - set(table["rank"][came].tolist())),
+            "waited_seconds": float(np.maximum(joined.wait[came], 0).sum() / _SECOND),
         }
 
 
