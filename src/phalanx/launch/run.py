@@ -40,6 +40,7 @@ _TORCHRUN_OPTIONS += ["start-method", "tee", "redirects"]
 _SETTING = rb"\b(environ|putenv|filterwarnings|simplefilter|load_dotenv)\b"
 # What nearly every program needs of the package before its first collective.
 _PRELOAD = ["torch", "phalanx.collectives", "phalanx.backends.local", "phalanx.stores.rendezvous"]
+_PRELOAD += ["phalanx.debug.watch", "phalanx.torch_backend.group"]
 
 
 def configure(parser: ArgumentParser) -> None:
