@@ -8,7 +8,6 @@ Phalanx. A way that fails on a rank is left out, and the others start anew witho
 from __future__ import annotations
 
 import functools
-import os
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -81,21 +80,14 @@ def group(backend: str) -> Any:
 
 
 def _be_rank(directory: str, fn: Callable[..., Any], ways: list[str], *args: Any) -> Any:
-    import torch.distributed as dist
+    from phalanx.bench.torch_peer import gloo
 
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/gloo",
-        rank=phalanx.get_rank(),
-        world_size=phalanx.get_world_size(),
-        timeout=TIMEOUT,
-    )
-    answer = fn(Stage(Path(directory)), ways, *args)
-    phalanx.barrier()
-    group.cache_clear()
-    dist.destroy_process_group()
+    place = Path(directory)
+    with gloo(place, phalanx.get_rank(), phalanx.get_world_size(), TIMEOUT):
+        answer = fn(Stage(place), ways, *args)
+        phalanx.barrier()
+        group.cache_clear()
     return answer
 
 

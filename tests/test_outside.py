@@ -241,13 +241,18 @@ def frames_in(*files: str) -> list[dict[str, str]]:
     ],
 )
 def test_stacks_are_without_what_started_the_program(around: list[str]) -> None:
-    program = ["/l/multiprocessing/pool.py", "/home/launch/train.py", "<string>", "/home/main.py"]
+    program = [
+        "/l/multiprocessing/pool.py",
+        "/p/launch/train.py",
+        "<string>",
+        "/p/main.py",
+    ]
     assert stacks._own(frames_in(*program, *around)) == frames_in(*program)
     assert stacks._own(frames_in(*around)) == frames_in(*around)
 
 
 def test_stacks_of_programs_that_nobody_launched_are_whole() -> None:
-    frames = frames_in("/s/phalanx/launch/threads.py", "/home/main.py", "/l/runpy.py", "<string>")
+    frames = frames_in("/s/phalanx/launch/threads.py", "/p/main.py", "/l/runpy.py", "<string>")
     assert stacks._own(frames) == frames
 
 

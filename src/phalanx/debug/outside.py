@@ -20,10 +20,10 @@ from phalanx import _native
 from phalanx.commands import CommandError
 from phalanx.debug.text import duration, printable
 from phalanx.launch.environment import JOB_VARIABLE
+from phalanx.process import Stat
 
 _HEAP = "/memfd:phalanx-heap"
 _HELPERS = ("from multiprocessing.", "from phalanx.launch.keeper ")  # in between, on command lines
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class JobNotFound(CommandError, LookupError):
@@ -350,38 +350,9 @@ def _heap_files(pid: int) -> Iterator[tuple[str, tuple[int, int]]]:
             continue
 
 
-class _Stat:
-    """What /proc says of a process or thread; its fields are counted as in proc(5)."""
-
-    def __init__(self, directory: str) -> None:
-        try:
-            text = Path(directory, "stat").read_text(errors="replace")
-        except OSError:
-            text = ""
-        # The command's name stands in parentheses and may hold anything.
-        self._fields = text.rpartition(")")[2].split()
-        self.state = self._fields[0] if self._fields else ""
-        self.alive = self.state not in ("", "Z", "X")
-
-    def number(self, field: int) -> int:
-        return int(self._fields[field - 3]) if self._fields else 0
-
-    @property
-    def parent(self) -> int:
-        return self.number(4)
-
-    @property
-    def start_time(self) -> int:
-        return self.number(22)
-
-    @property
-    def cpu_seconds(self) -> float:
-        return (self.number(14) + self.number(15)) / _TICKS
-
-
 def _is_owner(pid: int, heap: dict[str, Any]) -> bool:
     """Say whether a heap is this process' own, not one that it inherited or shares."""
-    if _Stat(f"/proc/{pid}").start_time != heap["start_time"]:
+    if Stat(f"/proc/{pid}").start_time != heap["start_time"]:
         return False
     # A process in a container knows itself by another number than we do.
     for line in Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines():
@@ -410,7 +381,7 @@ def _launched_as(pid: int) -> str:
 
 
 def _ancestors(pid: int) -> Iterator[int]:
-    while (pid := _Stat(f"/proc/{pid}").parent) > 1:
+    while (pid := Stat(f"/proc/{pid}").parent) > 1:
         yield pid
 
 
@@ -435,10 +406,10 @@ def _fits(board: dict[str, Any], size: int) -> bool:
 
 def _rank(number: int, member: dict[str, Any], threads: bool, owners: dict[int, int]) -> Rank:
     pid = owners.get(member["nonce"], member["pid"])
-    process = _Stat(f"/proc/{pid}")
+    process = Stat(f"/proc/{pid}")
     alive = process.alive and process.start_time == member["start_time"]
     inside_number = pid == member["pid"]  # thread numbers mean something here
-    thread = _Stat(f"/proc/{pid}/task/{member['thread']}") if threads and inside_number else process
+    thread = Stat(f"/proc/{pid}/task/{member['thread']}") if threads and inside_number else process
     state = thread.state if alive else ""
     if state == "S" and not threads and _has_running_thread(pid):
         state = "R"
@@ -463,7 +434,7 @@ def _has_running_thread(pid: int) -> bool:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
         return False
-    return any(_Stat(f"/proc/{pid}/task/{thread}").state == "R" for thread in threads)
+    return any(Stat(f"/proc/{pid}/task/{thread}").state == "R" for thread in threads)
 
 
 def _group(board: dict[str, Any]) -> Group:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import time
+from datetime import timedelta
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
 import phalanx
+from phalanx.bench.torch_peer import gloo
 
 ROUNDS = 5
+TIMEOUT = timedelta(minutes=1)
 
 
 def available() -> bool:
@@ -25,17 +28,9 @@ def race(folder: str, sizes: list[int], seconds: float) -> list[tuple[float, flo
     They take turns. Of their turns, each about `seconds` long, the median counts.
     """
     dist: Any = phalanx
-    peer = torch.distributed
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    peer.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/gloo",
-        rank=dist.get_rank(),
-        world_size=dist.get_world_size(),
-    )
-    try:
-        found = []
+    found = []
+    with gloo(Path(folder), dist.get_rank(), dist.get_world_size(), TIMEOUT) as peer:
         for size in sizes:
             tensor = torch.zeros(max(size // 4, 1))
             times: dict[Any, list[float]] = {dist.all_reduce: [], peer.all_reduce: []}
@@ -52,9 +47,7 @@ def race(folder: str, sizes: list[int], seconds: float) -> list[tuple[float, flo
                     taken.append(_time(all_reduce, tensor, counts[all_reduce]))
             ours, theirs = (median(taken) for taken in times.values())
             found.append((ours, theirs))
-        return found
-    finally:
-        peer.destroy_process_group()
+    return found
 
 
 def _time(all_reduce: Any, tensor: torch.Tensor, times: int) -> float:

@@ -9,6 +9,8 @@ import signal
 import time
 from collections.abc import Collection
 
+from phalanx.process import Stat
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -21,26 +23,26 @@ def descendants(pid: int, spared: Collection[int] = ()) -> list[int]:
     """Return the processes below one, the nearest first, without those `spared` and below them."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                with open(f"/proc/{entry}/stat") as file:
-                    fields = file.read().rpartition(")")[2].split()
-                if fields[0] != "Z":
-                    children.setdefault(int(fields[1]), []).append(int(entry))
+        if entry.isdigit() and (stat := Stat(f"/proc/{entry}")).alive:
+            children.setdefault(stat.parent, []).append(int(entry))
     found = [pid]
     for each in found:
         found += (child for child in children.get(each, []) if child not in spared)
     return found[1:]
 
 
-def kill_below(pid: int, number: int = signal.SIGKILL, spared: Collection[int] = ()) -> None:
-    """Send a signal to all processes below one; SIGKILL again until there are none."""
-    while below := descendants(pid, spared):
-        for each in below:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(each, number)
-        if number != signal.SIGKILL:
-            return
+def signal_below(pid: int, number: int, spared: Collection[int] = ()) -> bool:
+    """Send a signal to all processes below one, and return whether there were any."""
+    below = descendants(pid, spared)
+    for each in below:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(each, number)
+    return bool(below)
+
+
+def kill_below(pid: int, spared: Collection[int] = ()) -> None:
+    """Kill all processes below one until there are none, and reap those that are ours."""
+    while signal_below(pid, signal.SIGKILL, spared):
         time.sleep(0.001)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:

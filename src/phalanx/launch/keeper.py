@@ -6,7 +6,8 @@ it; it does so as soon as the launcher is gone, however that went. Should the ke
 killed, so are the ranks (PR_SET_PDEATHSIG), and the launcher, a subreaper too, ends the rest.
 
 It also imports torch once for all: ranks are forked from it, and so they start at once and share
-the memory. Forking is safe here because nothing has used torch yet: there are no threads.
+the memory. Forking is safe here because nothing has used torch yet: the only threads that there may
+be are those of NumPy's BLAS, which stops and starts them around a fork by itself.
 
 The launcher sends an `Order` as JSON, later `{"signal": number}`. The keeper answers with what
 happens, one JSON object each: `{"pids": [...]}`, `{"rank": r, "status": s, "when": t}` when a rank
@@ -35,13 +36,15 @@ from phalanx.launch.descendants import (
     descendants,
     die_with_parent,
     kill_below,
+    signal_below,
 )
 from phalanx.launch.start import command
 
 # How long what ranks have left behind may take to end by itself, and then once it is asked to.
 _PATIENCE = 2.0
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+# What ends a job when it is sent to the launcher.
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # Makes a rank that runs Python show the stacks of its threads. Hardly any program uses this one.
 STACKS = signal.SIGRTMAX - 3
 
@@ -65,7 +68,7 @@ def main(descriptor: int, preload: list[str], told: int = -1) -> NoReturn:
 
     The modules of `preload` are imported first, while the launcher still prepares its order.
     """
-    for number in _ENDING:
+    for number in ENDING:
         signal.signal(number, signal.SIG_IGN)  # it ends when the launcher does
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
     become_subreaper()
@@ -126,7 +129,7 @@ class _Keeper:
         """Fork the ranks. Returns None here, and in each of them its rank."""
         me = os.getpid()
         # What is sent to a rank before it has handlers of its own waits for them.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [*_ENDING, STACKS])
+        signal.pthread_sigmask(signal.SIG_BLOCK, [*ENDING, STACKS])
         for rank in range(len(self._order.environments)):
             pid = os.fork()
             if pid == 0:
@@ -151,7 +154,7 @@ class _Keeper:
             self._wait(0.05)
         if left := descendants(os.getpid()):
             self._say({"left": [_name(pid) for pid in left]})
-            kill_below(os.getpid(), signal.SIGTERM)
+            signal_below(os.getpid(), signal.SIGTERM)
             limit = time.monotonic() + _PATIENCE
             while descendants(os.getpid()) and time.monotonic() < limit:
                 self._wait(0.05)
@@ -179,9 +182,7 @@ class _Keeper:
             kill_below(os.getpid())
             os._exit(1)
         if number == signal.SIGKILL:
-            for pid in descendants(os.getpid()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+            signal_below(os.getpid(), number)
             return
         for pid in self._ranks:
             with contextlib.suppress(ProcessLookupError):

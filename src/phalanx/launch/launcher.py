@@ -19,8 +19,9 @@ from phalanx.launch.keeper import Order
 from phalanx.launch.output import Screen, styled
 from phalanx.launch.placement import Placement
 from phalanx.launch.start import Started
-from phalanx.launch.supervisor import End, Outcome, Signals, Supervisor, signal_name
+from phalanx.launch.supervisor import End, Outcome, Signals, Supervisor
 from phalanx.machine import Machine
+from phalanx.process import signal_name
 
 TIMED_OUT = 124  # the exit code of timeout(1)
 # So many seconds whoever reads our output may take for the last of it.
@@ -193,7 +194,7 @@ class _Launcher:
         except subprocess.TimeoutExpired:
             return
         if told.returncode == 0:
-            self._print(told.stdout.rstrip(), None)
+            self._print(told.stdout.rstrip())
 
     def _fail(self, text: str) -> None:
         self._print(f"phalanx run: {text}", "1;31")

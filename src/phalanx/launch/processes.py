@@ -32,6 +32,7 @@ from phalanx.launch.environment import Job
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle, story
 from phalanx.launch.parcels import main_as_it_is, pack
 from phalanx.launch.placement import THREADS_VARIABLE
+from phalanx.process import signal_name
 from phalanx.stores import FileStore
 from phalanx_autoload import REPLACE, register
 
@@ -273,7 +274,7 @@ class _Rank:
                 'every rank imports that first: start ranks under `if __name__ == "__main__":`'
             )
         elif code < 0:
-            error = DistError(f"rank {self.rank} was killed by {signal.Signals(-code).name}")
+            error = DistError(f"rank {self.rank} was killed by {signal_name(-code)}")
         else:
             error = DistError(f"rank {self.rank} exited with code {code} before its function ended")
         return Failure(self.rank, error, from_outside=True)

@@ -198,7 +198,8 @@ def _allow_descriptors(size: int) -> int:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:
         raise CommandError(
-            f"{size} ranks need {needed} open files, but the limit is {hard}: ulimit -Hn {needed}"
+            f"{size} ranks need {needed} open files, but the hard limit is {hard}; "
+            f"have it raised (ulimit -Hn {needed})"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
     return soft

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.launch.descendants import kill_below
-from phalanx.launch.keeper import STACKS, Order
+from phalanx.launch.keeper import ENDING, STACKS, Order
 from phalanx.launch.output import Screen, Speaker, traceback_in
 from phalanx.launch.start import STREAMS, Started
+from phalanx.process import signal_name
 
 # Once a rank has failed, the others may end by themselves, and say what they saw of it, for so
 # many seconds; then they are asked to (SIGTERM), and some seconds later they are killed.
@@ -31,7 +32,6 @@ MOMENT = 0.05
 # After Ctrl-C or SIGTERM, ranks may take so long to put their things in order.
 FAREWELL = 10.0
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 # How often to see whether an output that nobody reads has room again.
 PAUSE = 0.05
 
@@ -93,14 +93,6 @@ class Outcome:
         return min(own, key=order, default=None)
 
 
-def signal_name(number: int) -> str:
-    """Name a signal; those that have no name are told by their number."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 class Signals:
     """The signals that end a launcher, to be read from a pipe while this is entered.
 
@@ -109,8 +101,8 @@ class Signals:
     """
 
     def __init__(self) -> None:
-        self.ignored = [int(n) for n in _ENDING if signal.getsignal(n) == signal.SIG_IGN]
-        self._taken = set(_ENDING) - set(self.ignored)
+        self.ignored = [int(n) for n in ENDING if signal.getsignal(n) == signal.SIG_IGN]
+        self._taken = set(ENDING) - set(self.ignored)
         self.pipe, self._end = os.pipe()
 
     def __enter__(self) -> Signals:
@@ -154,7 +146,7 @@ class Supervisor:
         self._open = 0  # pipes
         self._over = 0.0  # when the last rank had ended
         self._told = False  # whether ranks have been told to end
-        self._steps: list[tuple[float, int]] = []  # when to send which signal
+        self._steps: list[tuple[float, Callable[[], None]]] = []  # what to do, and when
         self._outcome = Outcome()
         for rank, readers in enumerate(started.readers):
             self._listen(rank, readers, logs)
@@ -209,9 +201,9 @@ class Supervisor:
             self._time_out()
         if self._screen.problem and not self._outcome.unread:
             self._outcome.unread = self._screen.problem
-            self._end_soon(0.0)
+            self._end_after(0.0, self._ask)
         while self._steps and self._steps[0][0] <= now:
-            self._tell(self._steps.pop(0)[1])
+            self._steps.pop(0)[1]()
         times = [time for time, _ in self._steps[:1]]
         times += [] if self._deadline is None else [self._deadline]
         stalled = self._screen.is_full
@@ -251,11 +243,27 @@ class Supervisor:
         if not self._told:
             self._outcome.unasked.add(rank)
             if not self._steps:
-                self._end_soon(ALONE)
+                self._end_after(ALONE, self._end_others)
 
-    def _end_soon(self, patience: float) -> None:
+    def _end_after(self, patience: float, ask: Callable[[], None]) -> None:
+        """Ask ranks to end after some seconds, in a way that fits, and kill them if they do not."""
         first = time.monotonic() + patience
-        self._steps = [(first, signal.SIGTERM), (first + ASKED, signal.SIGKILL)]
+        self._steps = [(first, ask), (first + ASKED, self._kill)]
+
+    def _end_others(self) -> None:
+        self._say("a rank has failed: ending those that still run")
+        self._ask()
+
+    def _end_overdue(self) -> None:
+        running = [rank for rank in self._outcome.timed_out if rank not in self._ended]
+        self._overdue([self._pids[rank] for rank in running] if self._pids else [])
+        self._ask()
+
+    def _ask(self) -> None:
+        self._tell(signal.SIGTERM)
+
+    def _kill(self) -> None:
+        self._tell(signal.SIGKILL)
 
     def _hear(self) -> None:
         """Take the keeper's next message, or notice its end."""
@@ -288,7 +296,7 @@ class Supervisor:
         number, from_terminal = os.read(self._signals.pipe, 2)
         if self._outcome.interrupted:
             self._steps = []
-            self._tell(signal.SIGKILL)
+            self._kill()
             return
         self._outcome.interrupted = number
         if not self._pids:  # nothing of the user's runs yet
@@ -299,21 +307,15 @@ class Supervisor:
         self._told = True
         if not from_terminal:
             self._tell(number)
-        self._steps = [(time.monotonic() + FAREWELL, signal.SIGKILL)]
+        self._steps = [(time.monotonic() + FAREWELL, self._kill)]
 
     def _time_out(self) -> None:
         running = [rank for rank in range(self._size) if rank not in self._ended]
         self._outcome.timed_out = running
         self._tell(STACKS)
-        now = time.monotonic()
-        self._steps = [(now + SHOWN, signal.SIGTERM), (now + SHOWN + ASKED, signal.SIGKILL)]
+        self._end_after(SHOWN, self._end_overdue)
 
     def _tell(self, number: int) -> None:
-        if self._outcome.timed_out and number == signal.SIGTERM:
-            running = [rank for rank in self._outcome.timed_out if rank not in self._ended]
-            self._overdue([self._pids[rank] for rank in running] if self._pids else [])
-        elif number == signal.SIGTERM and self._outcome.unasked and not self._told:
-            self._say("a rank has failed: ending those that still run")
         self._told = True
         if self._connection is not None:
             with contextlib.suppress(OSError):  # then it is found to have ended

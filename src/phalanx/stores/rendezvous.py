@@ -32,6 +32,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from phalanx.errors import DistError, StoreTimeout
+from phalanx.process import Stat
 from phalanx.stores import FileStore, PrefixStore, Store, TCPStore
 from phalanx.stores.base import Timeout, seconds
 from phalanx.stores.meeting import meet
@@ -339,19 +340,12 @@ def _ancestor(name: str) -> str:
     """Return pid and start time of the nearest ancestor called so, or else of the parent."""
     parent = ""
     pid = os.getppid()
-    while pid > 1:
-        try:
-            text = Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            break
-        # The name stands in parentheses and may itself hold any character.
-        start, end = text.index("("), text.rindex(")")
-        fields = text[end + 2 :].split()
-        label = f"pid={pid} start={fields[19]}"
-        if name and text[start + 1 : end].startswith(name):
+    while pid > 1 and (stat := Stat(f"/proc/{pid}")).start_time:
+        label = f"pid={pid} start={stat.start_time}"
+        if name and stat.name.startswith(name):
             return label
         parent = parent or label
-        pid = int(fields[1])
+        pid = stat.parent
     return parent
 
 
