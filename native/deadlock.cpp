@@ -131,7 +131,8 @@ bool awaits_verdict(const Roster& roster, int rank) {
   auto& waits = roster.member(rank).waits;
   return std::any_of(std::begin(waits), std::end(waits), [](const Wait& wait) {
     WaitFacts facts;
-    return wait.taken && wait.doom && wait.facts.read(facts) && wait.doom == facts.since_ns;
+    // Facts that are just being written may be of the wait that is meant: then the answer is yes.
+    return wait.taken && wait.doom && (!wait.facts.read(facts) || wait.doom == facts.since_ns);
   });
 }
 
@@ -219,9 +220,12 @@ std::optional<std::string> Waiter::update(WaitFacts facts) {
   return verdict();
 }
 
-std::optional<std::string> Waiter::verdict() {
+void Waiter::drop_verdict() {
+  if (wait_) wait_->doom = 0;
+}
+
+std::optional<std::string> Waiter::verdict() const {
   if (!wait_ || wait_->doom.load() != since_ns_) return {};
-  wait_->doom = 0;
   const DeadlockReport& report = roster_.header().reports[wait_->report % 4];
   std::string text(report.text, std::min<size_t>(report.length, sizeof report.text));
   return report.number == wait_->report ? text : "ranks wait for each other and none can go on";

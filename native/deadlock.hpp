@@ -35,8 +35,11 @@ class Waiter {
   // Show what the thread waits for now. Returns the verdict.
   std::optional<std::string> update(WaitFacts facts);
   // The report of the deadlock that the thread has been found to be part of. To be asked for before
-  // looking whether others have failed: they may have, over the same deadlock. It is told once.
-  std::optional<std::string> verdict();
+  // looking whether others have failed: they may have, over the same deadlock. It stands until the
+  // wait ends or the verdict is dropped, so that meanwhile no other thread of the rank misses it.
+  std::optional<std::string> verdict() const;
+  // The wait goes on: what it needs has come after all.
+  void drop_verdict();
 
  private:
   void show(int64_t now);
@@ -49,7 +52,7 @@ class Waiter {
   Wait* wait_ = nullptr;
 };
 
-// Whether a thread of this rank has been found to be in a deadlock and does not know it yet.
+// Whether a thread of this rank has been found to be in a deadlock and has not acted on it yet.
 bool awaits_verdict(const Roster& roster, int rank);
 
 // The beginnings of what is shown. To be made before the wait is judged: what happens later is not

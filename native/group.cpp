@@ -335,7 +335,8 @@ std::string Group::uneven(const Passage& passage, std::span<const int> gone) con
 }
 
 void Group::check_deadlock(Passage& passage, const std::optional<std::string>& verdict) {
-  if (!verdict || !give_up(passage, Progress::Deadlock)) return;
+  if (!verdict) return;
+  if (!give_up(passage, Progress::Deadlock)) return passage.waiter.drop_verdict();
   passage.titled = true;
   throw Failure(Kind::Deadlock, *verdict);
 }

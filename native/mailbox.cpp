@@ -329,14 +329,18 @@ bool Mailbox::only_others_can_end(const Delivery& delivery) const {
   return !delivery.pipe->wanted.load() && (taken_out || !attended);
 }
 
-bool Mailbox::give_up_deadlock(Delivery& delivery, const std::optional<std::string>& verdict) {
+bool Mailbox::give_up_deadlock(Delivery& delivery, Waiter& waiter) {
+  auto verdict = waiter.verdict();
   if (!verdict) return false;
   std::lock_guard lock(mutex_);
   progress();
   // Another rank of the deadlock may know of it already, and have sent or asked for something.
   if (delivery.state != Delivery::State::Open) return true;
-  if (delivery.pipe && (delivery.op == Op::Recv || delivery.pipe->wanted)) return false;
-  fail(delivery, Kind::Deadlock, *verdict);
+  if ((delivery.pipe && (delivery.op == Op::Recv || delivery.pipe->wanted)) ||
+      !fail(delivery, Kind::Deadlock, *verdict)) {
+    waiter.drop_verdict();
+    return false;
+  }
   asked_.remove_if([&](auto& open) { return open.get() == &delivery; });
   return true;
 }
@@ -376,10 +380,11 @@ void Mailbox::wait(Delivery& delivery, const Deadline& patience) {
     return facts;
   };
   wait_until(bell(), spin_, sooner, ready, [&](bool costly) {
-    if (give_up_deadlock(delivery, waiter.verdict())) return;
+    if (give_up_deadlock(delivery, waiter)) return;
     look(costly);
     if (!costly || delivery.state != Delivery::State::Open) return;
-    if (!give_up_deadlock(delivery, waiter.update(judged()))) check_interrupt();
+    waiter.update(judged());
+    if (!give_up_deadlock(delivery, waiter)) check_interrupt();
   });
   if (delivery.state == Delivery::State::Failed) std::rethrow_exception(delivery.error);
 }

@@ -23,6 +23,8 @@
 
 namespace phalanx {
 
+class Waiter;
+
 // One send or recv, from its call to its end.
 struct Delivery {
   enum class State { Open, Done, Failed };
@@ -120,7 +122,7 @@ class Mailbox {
   void conclude(Delivery& delivery, Progress how);
   Posting describe(const Delivery& delivery) const;
   bool only_others_can_end(const Delivery& delivery) const;
-  bool give_up_deadlock(Delivery& delivery, const std::optional<std::string>& verdict);
+  bool give_up_deadlock(Delivery& delivery, Waiter& waiter);
   void count_outbox(int by);
   bool idle() const;
   void open_pipe(Delivery& delivery);

@@ -38,6 +38,7 @@ SKIPS = {skip.exit_code: skip.message for skip in TEST_SKIPS.values()}
 # How long the other ranks get to fail on their own once one has failed, and to end when told to.
 GRACE = 2.0
 LINES_OF_OUTPUT = 30
+ENDING = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1
 
 
@@ -54,15 +55,21 @@ class DistributedTests(tests.TestDistBackend, tests.DistributedTest._DistTestBas
     def setUp(self) -> None:
         super().setUp()
         self._failures: list[int] = []  # ranks, in the order in which they failed
-        self._start_processes(multiprocessing.get_context(settings.start_method).Process)
+        # A signal in the middle of this would leave a process that nobody knows of.
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+        try:
+            self._start_processes(multiprocessing.get_context(settings.start_method).Process)
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
 
     @classmethod
     def _run(
         cls, rank: int, test_name: str, file_name: str, pipe: Connection, **kwargs: Any
     ) -> None:
         end_with_parent(signal.SIGKILL)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ENDING:
             signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         output = os.open(_output(file_name, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         for descriptor in (1, 2):
             os.dup2(output, descriptor)
