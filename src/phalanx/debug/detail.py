@@ -1,7 +1,6 @@
 """What the level DETAIL adds: statistics of inputs, and the stacks of all ranks in errors.
 
-While it is on, a `Detailed` stands in each group where its backend stood, so that no other level
-pays for it. What a rank is about to do it first notes where the others can read it, also while it
+While it is on each group has a layer of it, so that no other level pays for it. What a rank is about to do it first notes where the others can read it, also while it
 hangs.
 """
 
@@ -9,17 +8,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from phalanx import logs, profiling
-from phalanx.backends.base import COLLECTIVES, MESSAGES, Call, GroupBackend
-from phalanx.debug import diary, notes
+from phalanx.backends.base import COLLECTIVES, MESSAGES, Call
+from phalanx.debug import diary, layers, notes
 from phalanx.debug.diary import Diary
+from phalanx.debug.layers import Layer
 from phalanx.debug.notes import Entry, Statistics
 from phalanx.errors import DistBackendError
 from phalanx.groups import ProcessGroup
@@ -35,17 +34,15 @@ _log = {True: logs.area("p2p"), False: logs.area("collectives")}
 
 def look_into(world: World, group: ProcessGroup) -> None:
     """Have all operations of a group looked into."""
-    if group.transport is group.backend:
-        detailed = Detailed(group, diary.of(world, group.backend))
-        group.transport = cast(GroupBackend, detailed)
+    if layers.find(group, Detailed) is None:
+        layers.put(group, Detailed(group, diary.of(world, group.backend)))
 
 
 def look_away(world: World) -> None:
     """Look into the operations of a world's groups no longer."""
     diary.close(world)
     for group in list(world.groups.values()):
-        if isinstance(group.transport, Detailed):
-            group.transport = group.backend
+        layers.take(group, Detailed)
 
 
 class Called(NamedTuple):
@@ -61,38 +58,32 @@ class Called(NamedTuple):
         return self.entry.title
 
 
-class Detailed:
-    """A group's transport that looks at every operation before it passes it on."""
+class Detailed(Layer):
+    """Looks at every operation before it passes it on."""
 
     def __init__(self, group: ProcessGroup, diary: Diary) -> None:
-        self._group = group
+        super().__init__(group)
         self._backend = group.backend
         self._diary = diary
         self._issued = 0
 
-    def __getattr__(self, name: str) -> Any:
-        operation = getattr(self._backend, name)
-        if name in COLLECTIVES or name in MESSAGES:
-            return partial(self._run, name, operation)
-        return operation
-
-    def _run(self, name: str, operation: Any, *args: Any, **kwargs: Any) -> Any:
-        call = self._called(name, args, sys._getframe(1))
-        _say(call)
-        self._diary.begin(call.entry)
+    def call(self, name: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        called = self._called(name, args, sys._getframe(1))
+        _say(called)
+        self._diary.begin(called.entry)
         try:
             result = operation(*args, **kwargs)
         except DistBackendError as error:
-            explain(error, call)
+            explain(error, called)
             raise
         finally:
             self._diary.end()
             if name in COLLECTIVES and not kwargs.get("async_op"):
                 self._issued = self._backend.sequence_number()
-        return DetailedWork(result, call) if isinstance(result, Work) else result
+        return DetailedWork(result, called) if isinstance(result, Work) else result
 
     def _called(self, name: str, args: tuple[Any, ...], frame: FrameType) -> Called:
-        group, rank = self._group, self._backend.rank
+        group, rank = self.group, self._backend.rank
         calls: Sequence[Call] = args[0] if name == "coalesce" else [(name, args)]
         inputs = [tensor for each in calls for tensor in _inputs(*each, rank)]
         where = f"on group {group.group_name!r}"

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from phalanx import errors, logs
-from phalanx.debug import detail, levels, recorder
+from phalanx.debug import detail, layers, levels, recorder
 from phalanx.errors import DistBackendError, DistStoreError
 from phalanx.groups import ProcessGroup
 from phalanx.trace import recorder as trace_recorder
@@ -53,7 +53,7 @@ def joined(world: World) -> None:
 
 
 def grouped(world: World, group: ProcessGroup) -> None:
-    """Look into the operations of a new group, if the level is DETAIL."""
+    """Put on a new group what is to stand before its transport."""
     _group_log.info(
         "created group %r (%s) of ranks %s",
         group.group_name,
@@ -63,6 +63,7 @@ def grouped(world: World, group: ProcessGroup) -> None:
     )
     if levels.get_debug_level() is levels.DebugLevel.DETAIL:
         detail.look_into(world, group)
+    layers.dress(world, group)
 
 
 def ungrouped(world: World, group: ProcessGroup) -> None:
