@@ -29,6 +29,9 @@ void check_signals() {
 // The place of this thread's next call in a batch of calls that belong together.
 thread_local uint16_t batch_part = 0, batch_parts = 0;
 
+// What this thread's calls are part of, which must be the same on all ranks; 0 for nothing.
+thread_local uint64_t larger_whole = 0;
+
 // Native waits on this thread, one within the other if signal handlers call.
 thread_local int calls_under_way = 0;
 
@@ -88,7 +91,13 @@ class Engine {
   double timeout() const { return group_.timeout; }
   void set_timeout(double timeout) { group_.timeout = timeout; }
 
-  void abort(const std::string& why) { board_->break_up(Kind::PeerFailed, why); }
+  void abort(const std::string& why, const std::string& error) {
+    board_->break_up(error == "CollectiveMismatch" ? Kind::Mismatch
+                     : error == "Deadlock"         ? Kind::Deadlock
+                     : error == "DistTimeout"      ? Kind::Timeout
+                                                   : Kind::PeerFailed,
+                     why);
+  }
   // After the roster says that this rank has left or failed: lets waiters see it at once.
   void alarm() { board_->wake_all(); }
   void close() {
@@ -296,6 +305,7 @@ class Engine {
     call.timeout = timeout;
     call.part = batch_part;
     call.parts = batch_parts;
+    if (larger_whole) call.detail = mix(call.detail, larger_whole);
     if (!async) {
       bool done;
       try {
@@ -404,6 +414,9 @@ void bind_engine(nb::module_& m) {
       },
       nb::arg("part"), nb::arg("parts"), "Say which of a batch this thread's next call is.");
   m.def(
+      "part_of", [](uint64_t digest) { larger_whole = digest; }, nb::arg("digest"),
+      "Say what this thread's calls are part of, until told otherwise: ranks must agree on it.");
+  m.def(
       "dtype_code",
       [](nb::handle tensor) {
         Look look(tensor);
@@ -447,6 +460,8 @@ void bind_engine(nb::module_& m) {
       "Bytes allocated in this process' shared heap.");
   nb::class_<Roster>(m, "Roster", "Who is in a world: one record per rank in shared memory.")
       .def_static("create", &Roster::create, nb::arg("size"), nb::arg("threads"))
+      .def("place", &Roster::place, nb::arg("rank"), nb::arg("host"), nb::arg("pid"),
+           "Say that a rank is on another host; before others open the roster.")
       .def_static("open", &Roster::open, nb::arg("ticket"),
                   nb::call_guard<nb::gil_scoped_release>())
       .def_prop_ro("ticket", &Roster::ticket)
@@ -514,7 +529,8 @@ void bind_engine(nb::module_& m) {
       .def("history", &Engine::history, "This rank's last operations on the group, oldest first.")
       .def("attend", &Engine::attend, nb::arg("creator"),
            "Say that this rank is there; the creator returns when all are.")
-      .def("abort", &Engine::abort, nb::arg("why"))
+      .def("abort", &Engine::abort, nb::arg("why"), nb::arg("error") = "PeerFailed",
+           "Have all who wait, and who come later, raise an error of this class.")
       .def("alarm", &Engine::alarm)
       .def("close", &Engine::close)
       .def("barrier", &Engine::barrier)

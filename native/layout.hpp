@@ -286,6 +286,7 @@ struct Note {
 // One rank of a world.
 struct Member {
   std::atomic<Presence> presence;
+  bool remote;  // on another host: what is known of it has been told
   HeapAddress heap;
   uint64_t base;   // of its heap in its own address space
   int32_t thread;  // that joined, by the system's number
@@ -314,6 +315,7 @@ struct DeadlockReport {
 struct RosterHeader {
   uint32_t size;
   uint32_t threads;  // ranks are threads of one process
+  uint32_t remote;   // how many of them are on other hosts
   int64_t started_ns;
   Bell bell;
   std::atomic<uint32_t> probed;           // ranks that have tried to read the others' memory

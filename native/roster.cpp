@@ -99,15 +99,26 @@ void Roster::join(int rank, Deadline deadline) {
   if (threads()) return;
   // Nobody goes on before all have mapped all, so what a rank leaves behind can still be read.
   for (int peer = 0; peer < size(); ++peer) {
-    heaps_.push_back(HeapView::open(member(peer).heap));
-    processes_.emplace_back(member(peer).heap.pid);
+    const bool remote = member(peer).remote;
+    heaps_.push_back(remote ? nullptr : HeapView::open(member(peer).heap));
+    processes_.emplace_back(remote ? 0 : member(peer).heap.pid);
+    if (remote) continue;
     char header_bytes[8];
     if (!try_read(peer, header_bytes, member(peer).base, sizeof header_bytes))
       header().reading_is_denied = true;
   }
   header().probed.fetch_add(1);
   header().bell.ring();
-  await([&] { return header().probed.load() == header().size; });
+  await([&] { return header().probed.load() == header().size - header().remote; });
+}
+
+void Roster::place(int rank, const std::string& host, int pid) {
+  Member& peer = member(rank);
+  peer.remote = true;
+  peer.heap.pid = pid;
+  host.copy(peer.host, sizeof peer.host - 1);
+  peer.presence = Presence::Here;
+  ++header().remote;
 }
 
 int Roster::cores(const std::vector<int>& ranks) const {
@@ -203,13 +214,14 @@ std::string Roster::how_it_ended(int rank) const {
 
 bool Roster::is_ending(int rank) const {
   const Member& peer = member(rank);
-  return !threads() && peer.presence.load(std::memory_order_acquire) == Presence::Left &&
+  return !threads() && !peer.remote &&
+         peer.presence.load(std::memory_order_acquire) == Presence::Left &&
          !has_ended(peer.heap) && now_ns() - peer.ended_ns < kPatience;
 }
 
 // How a program has ended whose rank said goodbye, if the system still knows.
 std::string Roster::exit_code(int rank) const {
-  if (threads() || rank >= int(processes_.size())) return "";
+  if (threads() || member(rank).remote || rank >= int(processes_.size())) return "";
   int status = has_ended(member(rank).heap) ? processes_[rank].status() : -1;
   if (status < 0 || status & 0x7f) return "";
   return " with exit code " + std::to_string(status >> 8) +
@@ -225,7 +237,7 @@ std::string Roster::obituary(int rank, bool ask_system) const {
       if (is_ending(rank)) return "";
       return title(rank) + " has ended" + exit_code(rank) + " and will not come";
     case Presence::Here:
-      if (ask_system && !threads() && has_ended(peer.heap))
+      if (ask_system && !threads() && !peer.remote && has_ended(peer.heap))
         return title(rank) + " " + how_it_ended(rank);
       return "";
     default:

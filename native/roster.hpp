@@ -24,6 +24,8 @@ class Roster {
   int size() const;
   bool threads() const { return region_->threads(); }
   void join(int rank, Deadline deadline);
+  // Say that a rank is on another host. Before anybody joins.
+  void place(int rank, const std::string& host, int pid);
 
   // Say that this rank is done, or how it failed ("raised an exception: ..."). Seen by waiters at
   // their next look.

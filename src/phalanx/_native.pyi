@@ -65,6 +65,9 @@ def configure(tensor: type[Tensor], packages: list[str]) -> None:
 def batch(part: int, parts: int) -> None:
     """Say which of a batch this thread's next call is."""
 
+def part_of(digest: int) -> None:
+    """Say what this thread's calls are part of, until told otherwise: ranks must agree on it."""
+
 def set_bystanders(count: Callable[[], int]) -> None:
     """Set the function that counts the threads that never act for a rank."""
 
@@ -106,6 +109,8 @@ class Roster:
     def create(size: int, threads: bool) -> Roster: ...
     @staticmethod
     def open(ticket: str) -> Roster: ...
+    def place(self, rank: int, host: str, pid: int) -> None:
+        """Say that a rank is on another host; before others open the roster."""
     @property
     def ticket(self) -> str: ...
     @property
@@ -197,7 +202,8 @@ class Group:
         """Do without checks and records, to measure what they cost."""
     def history(self) -> list[dict[str, Any]]:
         """Return this rank's last operations on the group, oldest first."""
-    def abort(self, why: str) -> None: ...
+    def abort(self, why: str, error: str = "PeerFailed") -> None:
+        """Have all who wait, and who come later, raise an error of this class."""
     def alarm(self) -> None: ...
     def close(self) -> None: ...
     def barrier(self, timeout: float, asynchronous: bool, /) -> Pending | None: ...

@@ -1,0 +1,162 @@
+"""Algorithms among hosts: one rank of each takes part, over a `Wire`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from phalanx.backends import reduction
+from phalanx.backends.hierarchy.wire import Announcement, Sending, Wire
+from phalanx.types import Deadline, ReduceOp
+
+_SMALL = 64 << 10  # bytes up to which fewer messages are worth more bytes
+
+
+class Exchange:
+    """Has one flat tensor reduced over hosts, in place. ``peers`` are its ranks by host.
+
+    `start` sends what can be sent at once, `finish` does the rest: work may be done in between.
+    All hosts end with the same bits.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        peers: Sequence[int],
+        host: int,
+        buffer: Tensor,
+        op: ReduceOp,
+        announcement: Announcement,
+    ) -> None:
+        self._wire = wire
+        self._peers = peers
+        self._host = host
+        self._buffer = buffer
+        self._op = op
+        self._announcement = announcement
+        self._is_pair = len(peers) == 2
+        self._sending: list[Sending] = []
+
+    def start(self) -> None:
+        if self._is_pair:
+            self._give(self._peers[1 - self._host])
+
+    def finish(self, deadline: Deadline) -> None:
+        if self._is_pair:
+            self._swap(deadline)
+        elif self._buffer.numel() * self._buffer.itemsize <= _SMALL:
+            self._double(deadline)
+        else:
+            self._ring(deadline)
+
+    def _swap(self, deadline: Deadline) -> None:
+        peer = self._peers[1 - self._host]
+        theirs = torch.empty_like(self._buffer)
+        self._take(peer, theirs, deadline)
+        self._flush(deadline)
+        self._combine(theirs, self._host > 0)
+
+    def _give(self, peer: int) -> None:
+        self._sending.append(self._wire.announce(peer, self._announcement, self._buffer))
+
+    def _flush(self, deadline: Deadline) -> None:
+        while self._sending:
+            self._sending.pop().wait(deadline)
+
+    def _take(self, peer: int, tensor: Tensor, deadline: Deadline) -> None:
+        coming = self._wire.accept(peer, self._announcement, tensor, deadline)
+        if coming is not None:
+            coming.wait(deadline.left())
+
+    def _combine(self, theirs: Tensor, they_come_first: bool) -> None:
+        """Combine with another part, in the order of the hosts, into the buffer."""
+        if not they_come_first:
+            reduction.combine(self._buffer, theirs, self._op)
+            return
+        reduction.combine(theirs, self._buffer, self._op)
+        self._buffer.copy_(theirs)
+
+    def _double(self, deadline: Deadline) -> None:
+        """Combine with hosts at distances 1, 2, 4, ...; those beyond a power of two stand aside."""
+        host, size = self._host, len(self._peers)
+        power = 1 << (size.bit_length() - 1)
+        theirs = torch.empty_like(self._buffer)
+        if host >= power:
+            partner = self._peers[host - power]
+            self._give(partner)
+            self._take(partner, self._buffer, deadline)
+            self._flush(deadline)
+            return
+        if host + power < size:
+            self._take(self._peers[host + power], theirs, deadline)
+            self._combine(theirs, False)
+        distance = 1
+        while distance < power:
+            partner = self._peers[host ^ distance]
+            self._give(partner)
+            self._take(partner, theirs, deadline)
+            self._flush(deadline)
+            self._combine(theirs, bool(host & distance))
+            distance *= 2
+        if host + power < size:
+            self._give(self._peers[host + power])
+            self._flush(deadline)
+
+    def _ring(self, deadline: Deadline) -> None:
+        """Send parts around: each host sums one, then all get all sums."""
+        host, size = self._host, len(self._peers)
+        after, before = self._peers[(host + 1) % size], self._peers[host - 1]
+        parts = self._buffer.tensor_split(size)
+        for step in range(size - 1):
+            outgoing, coming = parts[(host - step) % size], parts[(host - step - 1) % size]
+            theirs = torch.empty_like(coming)
+            self._pass_on(after, outgoing, before, theirs, deadline, announced=step == 0)
+            reduction.combine(coming, theirs, self._op)
+        for step in range(size - 1):
+            outgoing, coming = parts[(host + 1 - step) % size], parts[(host - step) % size]
+            self._pass_on(after, outgoing, before, coming, deadline, announced=False)
+
+    def _pass_on(
+        self,
+        after: int,
+        outgoing: Tensor,
+        before: int,
+        coming: Tensor,
+        deadline: Deadline,
+        announced: bool,
+    ) -> None:
+        if announced:
+            sending = self._wire.announce(after, self._announcement, outgoing)
+            self._take(before, coming, deadline)
+        else:
+            sending = self._wire.start_sending(after, outgoing)
+            self._wire.start_receiving(before, coming).wait(deadline.left())
+        sending.wait(deadline)
+
+
+def spread(
+    wire: Wire,
+    peers: Sequence[int],
+    host: int,
+    root: int,
+    tensor: Tensor,
+    announcement: Announcement,
+    deadline: Deadline,
+) -> None:
+    """Copy a flat tensor from host ``root`` to all, from each that has it to another at a time."""
+    size = len(peers)
+    turned = (host - root) % size  # as if the root were host 0
+    distance, sendings = 1, []
+    while distance < size:
+        if turned < distance and turned + distance < size:
+            peer = peers[(host + distance) % size]
+            sendings.append(wire.announce(peer, announcement, tensor))
+        elif distance <= turned < 2 * distance:
+            coming = wire.accept(peers[host - distance], announcement, tensor, deadline)
+            if coming is not None:
+                coming.wait(deadline.left())
+        distance *= 2
+    for sending in sendings:
+        sending.wait(deadline)

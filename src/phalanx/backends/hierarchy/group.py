@@ -1,0 +1,391 @@
+"""A group whose ranks are on several hosts, as one of them sees it."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx import _native
+from phalanx.backends import reduction
+from phalanx.backends.base import GroupBackend
+from phalanx.backends.hierarchy.exchange import Exchange, spread
+from phalanx.backends.hierarchy.letters import Letters
+from phalanx.backends.hierarchy.sites import user_site
+from phalanx.backends.hierarchy.topology import Topology
+from phalanx.backends.hierarchy.wire import Announcement, Differing, Wire, flat
+from phalanx.backends.local import LocalBackend
+from phalanx.errors import CollectiveMismatch, DistBackendError
+from phalanx.types import Deadline, ReduceOp
+from phalanx.work import Work
+
+_WIRE_TAG = -3
+
+_SMALL = 32 << 10  # bytes up to which one rank per host speaks for all
+_CHUNK = 1 << 20  # bytes of a slice that pass through the two phases at a time
+
+
+class Hierarchy(GroupBackend):
+    """A group over hosts.
+
+    ``local`` has the group's ranks of this host, in order; ``engine`` all of its ranks. Of a small
+    tensor one rank per host speaks for all of them; a large one is cut into slices, each led by
+    another rank, and passes in chunks, so that the network and the memory work at the same time.
+    """
+
+    name = "phalanx"
+
+    def __init__(
+        self,
+        local: LocalBackend,
+        engine: GroupBackend,
+        labels: Sequence[object],
+        rank: int,
+        timeout: float,
+    ) -> None:
+        self.local = local
+        self._engine = engine
+        self._topology = Topology(labels, rank)
+        self._wire = Wire(engine, _WIRE_TAG)
+        self._letters = Letters(local, engine, self._topology)
+        super().__init__(rank, len(labels), timeout)
+
+    # Life
+
+    def abort(self, reason: str) -> None:
+        self.local.abort(reason)
+        self._engine.abort(reason)
+
+    def fail(self, reason: str) -> None:
+        self.local.fail(reason)
+
+    def close(self) -> None:
+        super().close()
+        self._letters.close()
+        self.local.close()
+        self._engine.close()
+
+    def describe(self, rank: int) -> str:
+        place = self._topology.places[rank]
+        return self.local.describe(place.seat) if place.host == self._topology.host else ""
+
+    def note(self, text: str) -> None:
+        self.local.note(text)
+
+    def notes(self) -> list[str]:
+        near = self.local.notes()
+        places = self._topology.places
+        return [
+            near[places[rank].seat] if self._topology.is_local(rank) else ""
+            for rank in range(self.size)
+        ]
+
+    def history(self) -> list[dict[str, Any]]:
+        return self.local.history()
+
+    # Messages
+
+    def send(
+        self,
+        tensor: Tensor,
+        dst: int,
+        tag: int = 0,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        limit = self.timeout if timeout is None else timeout
+        return self._letters.send(tensor, dst, tag, limit, async_op)
+
+    def recv(
+        self,
+        tensor: Tensor,
+        src: int | None,
+        tag: int = 0,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+    ) -> Work | int:
+        limit = self.timeout if timeout is None else timeout
+        return self._letters.recv(tensor, src, tag, limit, async_op)
+
+    # Collectives
+
+    def _issue(
+        self,
+        outputs: Sequence[Tensor],
+        timeout: float | None,
+        async_op: bool,
+        step: Callable[..., None],
+        *args: Any,
+    ) -> Work | None:
+        call = functools.partial(self._run, step, user_site(sys._getframe(1)))
+        return super()._issue(outputs, timeout, async_op, call, *args)
+
+    def _run(self, step: Callable[..., None], site: str, deadline: Deadline, *args: Any) -> None:
+        """Do one collective; if it fails here, nobody on this host waits for this rank in vain."""
+        self._site = site
+        try:
+            step(deadline, *args)
+        except Differing as error:
+            mismatch = CollectiveMismatch(self._explain(error))
+            self._break(mismatch)
+            raise mismatch from None
+        except DistBackendError as error:
+            self._break(error)
+            raise
+        finally:
+            _native.part_of(0)
+
+    def _break(self, error: DistBackendError) -> None:
+        with suppress(DistBackendError):
+            self.local.engine.abort(str(error), type(error).__name__)
+
+    def _announce(self, what: str, *agreed: object) -> Announcement:
+        """Say what the collective is that this rank is about to do; ranks must agree on it."""
+        announcement = Announcement.of(self._issued, what, self._site, what, *agreed)
+        _native.part_of(announcement.digest)
+        self._announcement = announcement
+        return announcement
+
+    def _explain(self, error: Differing) -> str:
+        mine, theirs = self._announcement, error.theirs
+        here, there = self._topology.mine, self._topology.hosts[self._host_of(error.peer)]
+        lines = ["ranks of one group have called different collectives"]
+        for ranks, said in sorted([(here, mine), (there, theirs)], key=lambda pair: pair[0]):
+            named = _native.rank_list([self.global_ranks[rank] for rank in ranks])
+            lines.append(f"  {named}  {said.what} #{said.sequence} at {said.site}")
+        return "\n".join(lines)
+
+    def _host_of(self, rank: int) -> int:
+        return self._topology.places[rank].host
+
+    def _all_reduce(
+        self, deadline: Deadline, tensor: Tensor, op: ReduceOp, squares: Tensor | None
+    ) -> None:
+        announcement = self._announce(f"all_reduce({_shown(tensor)}, {op.name})", op.factor)
+        buffer = flat(tensor)
+        if buffer.numel() * buffer.itemsize <= _SMALL:
+            self._all_reduce_small(deadline, buffer, op, announcement)
+        else:
+            self._all_reduce_sliced(deadline, buffer, op, announcement)
+        _put(tensor, buffer)
+        if squares is not None:
+            squares.fill_(reduction.sum_of_squares(tensor))
+
+    def _all_reduce_small(
+        self, deadline: Deadline, buffer: Tensor, op: ReduceOp, announcement: Announcement
+    ) -> None:
+        where, total = self._topology, buffer.clone()
+        self.local.reduce(total, 0, _partial(op), timeout=deadline.left())
+        if where.seat == 0:
+            exchange = Exchange(self._wire, where.peers(0), where.host, total, op, announcement)
+            exchange.start()
+            exchange.finish(deadline)
+            reduction.finish(total, op, self.size)
+        self.local.broadcast(total, 0, timeout=deadline.left())
+        buffer.copy_(total)
+
+    def _all_reduce_sliced(
+        self, deadline: Deadline, buffer: Tensor, op: ReduceOp, announcement: Announcement
+    ) -> None:
+        where = self._topology
+        peers = where.peers(where.seat) if where.seat < where.num_slices else []
+        width = where.num_slices * max(_CHUNK // buffer.itemsize, 1)
+        before: tuple[Exchange | None, Tensor, Sequence[Tensor]] | None = None
+        for chunk in torch.split(buffer, width):
+            slices = self._slices(chunk)
+            own = torch.empty_like(slices[where.seat])
+            self.local.reduce_scatter(own, slices, _partial(op), timeout=deadline.left())
+            exchange = None
+            if own.numel():
+                exchange = Exchange(self._wire, peers, where.host, own, op, announcement)
+                exchange.start()
+            if before is not None:
+                self._end_chunk(deadline, op, *before)
+            before = exchange, own, slices
+        assert before is not None
+        self._end_chunk(deadline, op, *before)
+
+    def _end_chunk(
+        self,
+        deadline: Deadline,
+        op: ReduceOp,
+        exchange: Exchange | None,
+        own: Tensor,
+        slices: Sequence[Tensor],
+    ) -> None:
+        if exchange is not None:
+            exchange.finish(deadline)
+            reduction.finish(own, op, self.size)
+        self.local.all_gather(slices, own, timeout=deadline.left())
+
+    def _slices(self, chunk: Tensor) -> list[Tensor]:
+        """Cut a chunk into one slice per rank of this host; ranks that lead none have nothing."""
+        where = self._topology
+        slices = list(chunk.tensor_split(where.num_slices))
+        return slices + [chunk[:0]] * (len(where.mine) - where.num_slices)
+
+    def _reduce(
+        self, deadline: Deadline, output: Tensor, input: Tensor, root: int, op: ReduceOp
+    ) -> None:
+        announcement = self._announce(f"reduce({_shown(input)}, {op.name})", root, op.factor)
+        where = self._topology
+        goal = where.places[root]
+        total = flat(input).clone()
+        leader = where.counterpart(root, where.host)
+        seat = where.places[leader].seat
+        self.local.reduce(total, seat, _partial(op), timeout=deadline.left())
+        if where.rank != leader:
+            return
+        if where.host != goal.host:
+            self._wire.announce(root, announcement, total).wait(deadline)
+            return
+        # In the order of the hosts, as everywhere.
+        parts = {where.host: total}
+        for host in range(len(where.hosts)):
+            if host != where.host:
+                parts[host] = torch.empty_like(total)
+                self._accept(where.counterpart(root, host), announcement, parts[host], deadline)
+        first, *others = (parts[host] for host in sorted(parts))
+        for part in others:
+            reduction.combine(first, part, op)
+        reduction.finish(first, op, self.size)
+        output.detach().copy_(first.view(output.shape))
+
+    def _accept(
+        self, peer: int, announcement: Announcement, tensor: Tensor, deadline: Deadline
+    ) -> None:
+        coming = self._wire.accept(peer, announcement, tensor, deadline)
+        if coming is not None:
+            coming.wait(deadline.left())
+
+    def _broadcast(self, deadline: Deadline, tensor: Tensor, root: int) -> None:
+        announcement = self._announce(f"broadcast({_shown(tensor)})", root)
+        where = self._topology
+        goal = where.places[root]
+        buffer = flat(tensor)
+        if buffer.numel() * buffer.itemsize <= _SMALL:
+            leader = where.places[where.counterpart(root, where.host)].seat
+            if where.seat == leader:
+                peers = [where.counterpart(root, host) for host in range(len(where.hosts))]
+                spread(self._wire, peers, where.host, goal.host, buffer, announcement, deadline)
+            self.local.broadcast(buffer, leader, timeout=deadline.left())
+        else:
+            self._broadcast_sliced(deadline, buffer, goal, announcement)
+        if where.rank != root:
+            _put(tensor, buffer)
+
+    def _broadcast_sliced(
+        self, deadline: Deadline, buffer: Tensor, goal: Any, announcement: Announcement
+    ) -> None:
+        """Let every rank of the root's host send a slice."""
+        where = self._topology
+        if where.host == goal.host:
+            self.local.broadcast(buffer, goal.seat, timeout=deadline.left())
+        slices = self._slices(buffer)
+        own = slices[where.seat]
+        if where.seat < where.num_slices:
+            peers = where.peers(where.seat)
+            spread(self._wire, peers, where.host, goal.host, own, announcement, deadline)
+        if where.host != goal.host:
+            self.local.all_gather(slices, own.clone(), timeout=deadline.left())
+
+    def _all_gather(self, deadline: Deadline, outputs: Sequence[Tensor], input: Tensor) -> None:
+        sizes = [output.numel() for output in outputs]
+        # Every rank knows all shapes: they must agree on them.
+        announcement = self._announce(f"all_gather({_dtype(input)})", sizes)
+        where = self._topology
+        parts = [flat(output) for output in outputs]
+        own = flat(input)
+        near = [parts[rank] for rank in where.mine]
+        self.local.all_gather(near, own, timeout=deadline.left())
+        # Each rank sends its own to every other host, and takes in what is meant for its seat.
+        sendings = [
+            self._wire.announce(where.counterpart(where.rank, host), announcement, own)
+            for host in range(len(where.hosts))
+            if host != where.host
+        ]
+        far = [rank for rank in range(self.size) if not where.is_local(rank)]
+        for rank in far:
+            if where.counterpart(rank, where.host) == where.rank:
+                self._accept(rank, announcement, parts[rank], deadline)
+        for rank in far:
+            seat = where.places[where.counterpart(rank, where.host)].seat
+            self.local.broadcast(parts[rank], seat, timeout=deadline.left())
+        for sending in sendings:
+            sending.wait(deadline)
+        for output, got in zip(outputs, parts, strict=True):
+            _put(output, got)
+
+    def _reduce_scatter(
+        self, deadline: Deadline, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp
+    ) -> None:
+        sizes = [input.numel() for input in inputs]
+        announcement = self._announce(
+            f"reduce_scatter({_dtype(output)}, {op.name})", sizes, op.factor
+        )
+        where = self._topology
+        parts: dict[int, Tensor] = {}
+        sendings = []
+        for rank in range(self.size):
+            leader = where.counterpart(rank, where.host)
+            total = flat(inputs[rank]).clone()
+            seat = where.places[leader].seat
+            self.local.reduce(total, seat, _partial(op), timeout=deadline.left())
+            if leader != where.rank:
+                continue
+            if rank == where.rank:
+                parts[where.host] = total
+            else:
+                sendings.append(self._wire.announce(rank, announcement, total))
+        for host in range(len(where.hosts)):
+            if host != where.host:
+                parts[host] = torch.empty_like(parts[where.host])
+                self._accept(
+                    where.counterpart(where.rank, host), announcement, parts[host], deadline
+                )
+        for sending in sendings:
+            sending.wait(deadline)
+        first, *others = (parts[host] for host in sorted(parts))
+        for part in others:
+            reduction.combine(first, part, op)
+        reduction.finish(first, op, self.size)
+        output.detach().copy_(first.view(output.shape))
+
+    def _barrier(self, deadline: Deadline) -> None:
+        announcement = self._announce("barrier()")
+        where = self._topology
+        self.local.barrier(timeout=deadline.left())
+        if where.seat == 0:
+            token = torch.zeros(1, dtype=torch.uint8)
+            exchange = Exchange(
+                self._wire, where.peers(0), where.host, token, ReduceOp(ReduceOp.SUM), announcement
+            )
+            exchange.start()
+            exchange.finish(deadline)
+        self.local.barrier(timeout=deadline.left())
+
+
+def _partial(op: ReduceOp) -> ReduceOp:
+    """Return the reduction of a part of the ranks."""
+    return ReduceOp(ReduceOp.SUM) if op.name == "AVG" else op
+
+
+def _put(tensor: Tensor, buffer: Tensor) -> None:
+    """Write the elements of a flat buffer into a tensor, unless they are its own memory."""
+    if buffer.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+        tensor.detach().copy_(buffer.view(tensor.shape))
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{_dtype(tensor)}{list(tensor.shape)}".replace(" ", "")
