@@ -11,6 +11,7 @@
 
 #include "store/client.hpp"
 #include "store/file.hpp"
+#include "store/heart.hpp"
 #include "store/server.hpp"
 #include "store/table.hpp"
 
@@ -171,6 +172,12 @@ void bind_stores(nb::module_& m) {
              nb::gil_scoped_release release;
              new (self) Client(std::move(host), port, std::move(secret), patience(timeout));
            });
+
+  nb::class_<Heart>(m, "Heart", "Raises a count in a store from time to time.")
+      .def(nb::init<Store&, std::string, double>(), nb::arg("store"), nb::arg("key"),
+           nb::arg("interval"), nb::keep_alive<1, 2>())
+      .def("stop", &Heart::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("silence", &Heart::silence, "Return the seconds since the store last answered.");
 
   nb::class_<Server>(m, "StoreServer", nb::is_weak_referenceable())
       .def(

@@ -268,6 +268,7 @@ void Group::look(Passage& passage, bool costly) {
     check_deadlock(passage, passage.waiter.verdict());
     if (!broken && board_->is_given_up(clock_)) throw_given_up(passage);
   }
+  if (broken && broken->kind != Kind::PeerFailed) throw *broken;  // whoever said so may be gone
   if (!costly && !broken) return;
   WaitFacts facts = wait_facts(passage.call.op, name_, passage.posting.describe(),
                                passage.call.site, nanoseconds(passage.start));

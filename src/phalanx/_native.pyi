@@ -40,6 +40,14 @@ class FileLog(Store):
 class StoreClient(Store):
     def __init__(self, host: str, port: int, secret: str, timeout: float, /) -> None: ...
 
+class Heart:
+    """Raises a count in a store from time to time."""
+
+    def __init__(self, store: Store, key: str, interval: float) -> None: ...
+    def stop(self) -> None: ...
+    def silence(self) -> float:
+        """Return the seconds since the store last answered."""
+
 class StoreServer:
     def __init__(
         self,

@@ -147,9 +147,9 @@ class BackendConfig:
             )
         plugin = Backend._plugins.get(cpu)
         if plugin is None:
-            from phalanx.backends import local
+            from phalanx.backends.hierarchy import create
 
-            return local.create(options, pg_options)
+            return create.create(options, pg_options)
         if plugin.extended_api:
             return plugin.create(options, pg_options)
         return plugin.create(options.store, options.group_rank, options.group_size, options.timeout)

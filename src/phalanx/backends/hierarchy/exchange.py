@@ -66,9 +66,7 @@ class Exchange:
             self._sending.pop().wait(deadline)
 
     def _take(self, peer: int, tensor: Tensor, deadline: Deadline) -> None:
-        coming = self._wire.accept(peer, self._announcement, tensor, deadline)
-        if coming is not None:
-            coming.wait(deadline.left())
+        self._wire.accept(peer, self._announcement, tensor, deadline).wait(deadline)
 
     def _combine(self, theirs: Tensor, they_come_first: bool) -> None:
         """Combine with another part, in the order of the hosts, into the buffer."""
@@ -132,7 +130,7 @@ class Exchange:
             self._take(before, coming, deadline)
         else:
             sending = self._wire.start_sending(after, outgoing)
-            self._wire.start_receiving(before, coming).wait(deadline.left())
+            self._wire.start_receiving(before, coming).wait(deadline)
         sending.wait(deadline)
 
 
@@ -154,9 +152,7 @@ def spread(
             peer = peers[(host + distance) % size]
             sendings.append(wire.announce(peer, announcement, tensor))
         elif distance <= turned < 2 * distance:
-            coming = wire.accept(peers[host - distance], announcement, tensor, deadline)
-            if coming is not None:
-                coming.wait(deadline.left())
+            wire.accept(peers[host - distance], announcement, tensor, deadline).wait(deadline)
         distance *= 2
     for sending in sendings:
         sending.wait(deadline)

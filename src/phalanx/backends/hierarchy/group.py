@@ -18,9 +18,11 @@ from phalanx.backends.hierarchy.exchange import Exchange, spread
 from phalanx.backends.hierarchy.letters import Letters
 from phalanx.backends.hierarchy.sites import user_site
 from phalanx.backends.hierarchy.topology import Topology
+from phalanx.backends.hierarchy.vigil import Vigil
+from phalanx.backends.hierarchy.warden import Warden
 from phalanx.backends.hierarchy.wire import Announcement, Differing, Wire, flat
 from phalanx.backends.local import LocalBackend
-from phalanx.errors import CollectiveMismatch, DistBackendError
+from phalanx.errors import CollectiveMismatch, DistBackendError, PeerFailed
 from phalanx.types import Deadline, ReduceOp
 from phalanx.work import Work
 
@@ -47,13 +49,21 @@ class Hierarchy(GroupBackend):
         labels: Sequence[object],
         rank: int,
         timeout: float,
+        group: str = "",
+        global_ranks: Sequence[int] = (),
+        warden: Warden | None = None,
     ) -> None:
         self.local = local
+        self._group = group
+        self._warden = warden
         self._engine = engine
         self._topology = Topology(labels, rank)
-        self._wire = Wire(engine, _WIRE_TAG)
-        self._letters = Letters(local, engine, self._topology)
         super().__init__(rank, len(labels), timeout)
+        if global_ranks:
+            self.global_ranks = list(global_ranks)
+        vigil = Vigil(warden, group, self.global_ranks)
+        self._wire = Wire(engine, _WIRE_TAG, vigil)
+        self._letters = Letters(local, engine, self._topology, vigil)
 
     # Life
 
@@ -63,10 +73,14 @@ class Hierarchy(GroupBackend):
 
     def fail(self, reason: str) -> None:
         self.local.fail(reason)
+        if self._warden is not None:
+            self._warden.say_ended(self.global_ranks[self.rank], reason)
 
     def close(self) -> None:
         super().close()
         self._letters.close()
+        if self._warden is not None:
+            self._warden.say_left(self._group, self.global_ranks[self.rank])
         self.local.close()
         self._engine.close()
 
@@ -143,6 +157,8 @@ class Hierarchy(GroupBackend):
             _native.part_of(0)
 
     def _break(self, error: DistBackendError) -> None:
+        if self._warden is not None and not isinstance(error, PeerFailed):
+            self._warden.say_broken(self._group, error)
         with suppress(DistBackendError):
             self.local.engine.abort(str(error), type(error).__name__)
 
@@ -261,9 +277,7 @@ class Hierarchy(GroupBackend):
     def _accept(
         self, peer: int, announcement: Announcement, tensor: Tensor, deadline: Deadline
     ) -> None:
-        coming = self._wire.accept(peer, announcement, tensor, deadline)
-        if coming is not None:
-            coming.wait(deadline.left())
+        self._wire.accept(peer, announcement, tensor, deadline).wait(deadline)
 
     def _broadcast(self, deadline: Deadline, tensor: Tensor, root: int) -> None:
         announcement = self._announce(f"broadcast({_shown(tensor)})", root)

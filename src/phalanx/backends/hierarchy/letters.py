@@ -20,6 +20,7 @@ from torch import Tensor
 from phalanx import bystanders
 from phalanx.backends.base import GroupBackend
 from phalanx.backends.hierarchy.topology import Topology
+from phalanx.backends.hierarchy.vigil import SLICE, Vigil
 from phalanx.backends.hierarchy.wire import flat
 from phalanx.errors import CollectiveMismatch, DistBackendError, DistTimeout, expected
 from phalanx.types import Deadline, Timeout
@@ -46,7 +47,10 @@ class Slip(NamedTuple):
 class Letters:
     """One rank's messages."""
 
-    def __init__(self, local: GroupBackend, engine: GroupBackend, topology: Topology) -> None:
+    def __init__(
+        self, local: GroupBackend, engine: GroupBackend, topology: Topology, vigil: Vigil
+    ) -> None:
+        self._vigil = vigil
         self._local = local
         self._engine = engine
         self._topology = topology
@@ -81,7 +85,7 @@ class Letters:
             deadline = Deadline(timeout)
             for work in works:
                 if work is not None:
-                    work.wait(deadline.left())
+                    self._vigil.wait(work, deadline, [dst])
 
         if async_op:
             return ThreadWork(finish, [tensor]).start()
@@ -132,8 +136,10 @@ class Letters:
             while (slip := self._take_slip(src, tag)) is None:
                 self._check()
                 left = deadline.left()
-                if left <= 0 or not self._arrival.wait(left):
+                if not self._arrival.wait(min(left, SLICE)):
+                    self._vigil.look([] if src is None else [src])
                     self._check()
+                if left <= 0:
                     raise DistTimeout(
                         f"recv(tag={tag}) from rank {src}: nothing came before its timeout"
                     )
@@ -160,7 +166,8 @@ class Letters:
         tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
 
     def _fetch(self, data: Tensor, source: int, deadline: Deadline) -> None:
-        self._engine.recv(data, source, _MESSAGES, timeout=deadline.left())
+        work = self._engine.recv(data, source, _MESSAGES, async_op=True)
+        self._vigil.wait(cast(Work, work), deadline, [source])
 
     def _check(self) -> None:
         if self._error is not None:

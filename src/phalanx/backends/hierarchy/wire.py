@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx.backends.base import GroupBackend
+from phalanx.backends.hierarchy.vigil import Vigil
 from phalanx.errors import CollectiveMismatch
 from phalanx.types import Deadline
 from phalanx.work import Work
@@ -43,8 +44,9 @@ class Announcement(NamedTuple):
 class Wire:
     """One rank's way to the ranks of other hosts, for collectives."""
 
-    def __init__(self, engine: GroupBackend, tag: int) -> None:
+    def __init__(self, engine: GroupBackend, tag: int, vigil: Vigil) -> None:
         self._engine = engine
+        self._vigil = vigil
         self._tag = tag
 
     def announce(self, peer: int, announcement: Announcement, tensor: Tensor) -> Sending:
@@ -74,13 +76,10 @@ class Wire:
 
     def accept(
         self, peer: int, announcement: Announcement, tensor: Tensor, deadline: Deadline
-    ) -> Work | None:
-        """Begin to receive a tensor; CollectiveMismatch if its announcement is another one.
-
-        Return the work of what is still to come.
-        """
+    ) -> Coming:
+        """Begin to receive a tensor; CollectiveMismatch if its announcement is another one."""
         frame = torch.empty(_FRAME, dtype=torch.uint8)
-        self._engine.recv(frame, peer, self._tag, timeout=deadline.left())
+        self.start_receiving(peer, frame).wait(deadline)
         raw = frame.numpy().tobytes()
         sequence, digest, length, what, site = _HEAD.unpack_from(raw)
         data = _bytes(tensor)
@@ -92,33 +91,50 @@ class Wire:
         if length <= _INLINE:
             start = _HEAD.size + 2 * _TEXT
             data.copy_(frame[start : start + length])
-            return None
+            return Coming(None, self._vigil, peer)
         return self.start_receiving(peer, data)
 
     def start_sending(self, peer: int, tensor: Tensor) -> Sending:
         """Begin to send a tensor that needs no announcement."""
         return self._send([_bytes(tensor)], peer)
 
-    def start_receiving(self, peer: int, tensor: Tensor) -> Work:
+    def start_receiving(self, peer: int, tensor: Tensor) -> Coming:
         """Begin to receive a tensor that needs no announcement."""
-        return cast(Work, self._engine.recv(_bytes(tensor), peer, self._tag, async_op=True))
+        work = cast(Work, self._engine.recv(_bytes(tensor), peer, self._tag, async_op=True))
+        return Coming(work, self._vigil, peer)
 
     def _send(self, pieces: list[Tensor], peer: int) -> Sending:
         works = [self._engine.send(data, peer, self._tag, async_op=True) for data in pieces]
-        return Sending([work for work in works if work is not None], pieces)
+        return Sending([work for work in works if work is not None], pieces, self._vigil, peer)
 
 
 class Sending:
     """What is being sent: it must not change before it has left."""
 
-    def __init__(self, works: list[Work], pieces: list[Tensor]) -> None:
+    def __init__(self, works: list[Work], pieces: list[Tensor], vigil: Vigil, peer: int) -> None:
         self._works = works
         self._pieces = pieces  # alive as long
+        self._vigil = vigil
+        self._peer = peer
 
     def wait(self, deadline: Deadline) -> None:
         """Wait until it has left."""
         for work in self._works:
-            work.wait(deadline.left())
+            self._vigil.wait(work, deadline, [self._peer])
+
+
+class Coming:
+    """What is being received."""
+
+    def __init__(self, work: Work | None, vigil: Vigil, peer: int) -> None:
+        self._work = work
+        self._vigil = vigil
+        self._peer = peer
+
+    def wait(self, deadline: Deadline) -> None:
+        """Wait until it is there."""
+        if self._work is not None:
+            self._vigil.wait(self._work, deadline, [self._peer])
 
 
 class Differing(CollectiveMismatch):

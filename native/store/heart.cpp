@@ -1,0 +1,46 @@
+#include "store/heart.hpp"
+
+#include <unistd.h>
+
+namespace phalanx::store {
+
+Heart::Heart(Store& store, std::string key, double interval)
+    : store_(store),
+      key_(std::move(key)),
+      interval_(interval),
+      answered_(Clock::now()),
+      process_(::getpid()),
+      thread_([this] { beat(); }) {}
+
+void Heart::beat() {
+  std::unique_lock lock(mutex_);
+  while (!stopping_) {
+    lock.unlock();
+    try {
+      store_.run({Op::Add, 1, {key_}, {}}, Patience(4 * interval_.count()));
+      answered_ = Clock::now();
+    } catch (const Failure&) {  // the silence tells
+    }
+    lock.lock();
+    wake_.wait_for(lock, interval_, [this] { return stopping_; });
+  }
+}
+
+void Heart::stop() {
+  if (::getpid() != process_) {  // a forked child has not the thread
+    if (thread_.joinable()) thread_.detach();
+    return;
+  }
+  {
+    std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+double Heart::silence() const {
+  return std::chrono::duration<double>(Clock::now() - answered_.load()).count();
+}
+
+}  // namespace phalanx::store

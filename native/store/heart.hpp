@@ -1,0 +1,40 @@
+// A sign of life: a count in a store that a thread of this process raises from time to time,
+// whatever the rest of the process does.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "store/store.hpp"
+
+namespace phalanx::store {
+
+class Heart {
+ public:
+  // The store must outlive it.
+  Heart(Store& store, std::string key, double interval);
+  ~Heart() { stop(); }
+  Heart(const Heart&) = delete;
+
+  void stop();
+  // Seconds since the store last answered.
+  double silence() const;
+
+ private:
+  void beat();
+
+  Store& store_;
+  const std::string key_;
+  const std::chrono::duration<double> interval_;
+  std::atomic<Clock::time_point> answered_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  bool stopping_ = false;
+  const int process_;
+  std::thread thread_;
+};
+
+}  // namespace phalanx::store

@@ -1,0 +1,60 @@
+"""Waiting for another host, with an eye on whether that makes sense."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from phalanx.backends.hierarchy.warden import Warden
+from phalanx.errors import DistBackendError, DistTimeout, PeerFailed, expected
+from phalanx.types import Deadline
+from phalanx.work import Work
+
+SLICE = 0.4  # seconds between two looks at what the other hosts tell
+_GRACE = 5.0  # after an engine has failed, until somebody has said why
+
+
+class Vigil:
+    """How the ranks of one group wait for each other. Ranks here are group ranks."""
+
+    def __init__(self, warden: Warden | None, group: str, global_ranks: Sequence[int]) -> None:
+        self._warden = warden
+        self._group = group
+        self._global_ranks = global_ranks
+
+    def wait(self, work: Work, deadline: Deadline, needs: Sequence[int]) -> None:
+        """Wait for a work of the engine that takes these ranks."""
+        if self._warden is None:
+            work.wait(deadline.left())
+            return
+        while True:
+            left = deadline.left()
+            try:
+                with expected():
+                    work.wait(min(left, SLICE))
+                return
+            except DistTimeout as error:
+                self.look(needs)
+                if left <= SLICE:
+                    raise self._timeout(needs) from error
+            except DistBackendError as error:
+                self._explain(error, needs)
+                raise
+
+    def look(self, needs: Sequence[int]) -> None:
+        """Raise what is known to keep a wait for these ranks from ending."""
+        if self._warden is not None:
+            self._warden.check(self._group, [self._global_ranks[rank] for rank in needs])
+
+    def _explain(self, error: DistBackendError, needs: Sequence[int]) -> None:
+        """Raise in place of an engine's error what the other hosts say of its cause."""
+        limit = time.monotonic() + _GRACE
+        while time.monotonic() < limit:
+            self.look(needs)
+            time.sleep(0.1)
+        names = ", ".join(str(self._global_ranks[rank]) for rank in needs)
+        raise PeerFailed(f"the connection to rank {names} failed: {error}") from None
+
+    def _timeout(self, needs: Sequence[int]) -> DistTimeout:
+        names = ", ".join(str(self._global_ranks[rank]) for rank in needs)
+        return DistTimeout(f"reached its timeout; not arrived: rank {names}, on another host")
