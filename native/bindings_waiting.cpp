@@ -9,6 +9,7 @@
 #include "bindings_site.hpp"
 #include "deadlock.hpp"
 #include "failure.hpp"
+#include "report.hpp"
 
 namespace nb = nanobind;
 using namespace phalanx;
@@ -44,13 +45,16 @@ int count_threads() {
 class Waiting {
  public:
   Waiting(std::shared_ptr<Roster> roster, int rank, const std::string& group,
-          const std::string& what, const std::vector<int>& needs, double timeout)
+          const std::string& what, const std::vector<int>& needs, double timeout,
+          const std::string& kind, bool any)
       : roster_(std::move(roster)),
         waiter_(std::in_place, *roster_, rank),
         group_(group),
         what_(what),
         needs_(needs),
         timeout_(timeout),
+        kind_(kind),
+        any_(any),
         started_ns_(now_ns()) {
     char api[24];
     Sites::find(site_, api);
@@ -58,9 +62,11 @@ class Waiting {
   void close() { waiter_.reset(); }
   // The wait's condition was looked at since the last check.
   void check() {
-    WaitFacts facts = wait_facts(Op::Barrier, group_, what_, site_, started_ns_);
+    const Op op = kind_ == "send" ? Op::Send : kind_ == "recv" ? Op::Recv : Op::Barrier;
+    WaitFacts facts = wait_facts(op, group_, what_, site_, started_ns_);
     std::swap(facts.checked_ns, last_check_ns_);
-    facts.making = true;
+    facts.making = kind_ == "making";
+    facts.any = any_;
     facts.blocked = !ends_by_itself(timeout_, false);
     for (int rank : needs_) facts.needs.add(rank);
     nb::gil_scoped_release unlock;
@@ -73,6 +79,8 @@ class Waiting {
   std::string group_, what_;
   std::vector<int> needs_;
   double timeout_;
+  std::string kind_;
+  bool any_;
   int64_t started_ns_, last_check_ns_ = now_ns();
   char site_[80];
 };
@@ -90,9 +98,45 @@ void bind_waiting(nb::module_& m) {
       nb::arg("count"), "Set the function that counts the threads that never act for a rank.");
   nb::class_<Waiting>(m, "Waiting", "A wait for other ranks that is made in Python.")
       .def(nb::init<std::shared_ptr<Roster>, int, const std::string&, const std::string&,
-                    const std::vector<int>&, double>(),
+                    const std::vector<int>&, double, const std::string&, bool>(),
            nb::arg("roster"), nb::arg("rank"), nb::arg("group"), nb::arg("what"), nb::arg("needs"),
-           nb::arg("timeout"))
+           nb::arg("timeout"), nb::arg("kind") = "making", nb::arg("any") = false)
       .def("close", &Waiting::close, "Wait no longer.")
       .def("check", &Waiting::check, "Say that it goes on; raise Deadlock if it is part of one.");
+  m.def(
+      "blocked_waits",
+      [](const Roster& roster) {
+        nb::list found;
+        for (const BlockedWait& wait : blocked_waits(roster))
+          found.append(nb::make_tuple(
+              wait.rank, wait.facts.since_ns,
+              nb::bytes(reinterpret_cast<const char*>(&wait.facts), sizeof wait.facts)));
+        return found;
+      },
+      nb::arg("roster"),
+      "Return (rank, since, facts) of the waits of ranks of which all threads wait.");
+  m.def(
+      "deadlock_among",
+      [](int size, const nb::list& waits, const std::vector<int>& ended) {
+        std::vector<std::pair<int, WaitFacts>> told;
+        for (nb::handle each : waits) {
+          auto rank = nb::cast<int>(each[0]);
+          auto facts = nb::cast<nb::bytes>(each[1]);
+          if (facts.size() != sizeof(WaitFacts) || rank < 0 || rank >= size)
+            throw Failure(Kind::Invalid, "these are not the facts of a wait");
+          std::memcpy(static_cast<void*>(&told.emplace_back(rank, WaitFacts{}).second),
+                      facts.c_str(), sizeof(WaitFacts));
+        }
+        Found found = deadlock_among(size, told, ended);
+        return nb::make_tuple(found.ranks, found.report);
+      },
+      nb::arg("size"), nb::arg("waits"), nb::arg("ended"),
+      "Return the ranks, if any, that wait for each other for ever, and the report of it.");
+  m.def(
+      "sentence",
+      [](const Roster& roster, const std::vector<int>& ranks, const std::string& report) {
+        sentence(roster, ranks, report);
+      },
+      nb::arg("roster"), nb::arg("ranks"), nb::arg("report"),
+      "Have those of these ranks that wait here raise Deadlock.");
 }

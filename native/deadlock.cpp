@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <climits>
+#include <memory>
+#include <set>
 #include <vector>
 
 #include "report.hpp"
@@ -16,6 +18,14 @@ class Search {
  public:
   explicit Search(std::span<const Member> members) : members_(members), ranks_(members.size()) {
     for (size_t rank = 0; rank < members.size(); ++rank) look_at(rank);
+  }
+
+  // The waits of the ranks of which all threads wait for others, whoever these are.
+  std::vector<BlockedWait> blocked() const {
+    std::vector<BlockedWait> waits;
+    for (auto& rank : ranks_)
+      if (rank.blocked) waits.insert(waits.end(), rank.waits.begin(), rank.waits.end());
+    return waits;
   }
 
   // The waits of the ranks that cannot move, empty if there are none.
@@ -97,7 +107,7 @@ class Search {
   std::vector<Rank> ranks_;
 };
 
-void tell(const Roster& roster, const std::vector<BlockedWait>& waits) {
+void tell(const Roster& roster, const std::vector<BlockedWait>& waits, const std::string& text) {
   auto& count = roster.header().deadlocks;
   auto& since = roster.header().telling_since_ns;
   uint32_t before = count.load();
@@ -113,7 +123,6 @@ void tell(const Roster& roster, const std::vector<BlockedWait>& waits) {
     uint32_t number = before / 2 + 1;
     DeadlockReport& report = roster.header().reports[number % 4];
     report.number = 0;
-    std::string text = deadlock_report(size_t(roster.size()), waits);
     report.length = uint32_t(text.copy(report.text, sizeof report.text));
     report.number = number;
     for (auto& found : waits) {
@@ -139,6 +148,45 @@ bool awaits_verdict(const Roster& roster, int rank) {
 std::vector<BlockedWait> find_deadlock(std::span<const Member> members) {
   if (members.size() > size_t(kMostRanks)) return {};
   return Search(members).stuck();
+}
+
+std::vector<BlockedWait> blocked_waits(const Roster& roster) {
+  if (roster.size() > kMostRanks) return {};
+  return Search({&roster.member(0), size_t(roster.size())}).blocked();
+}
+
+Found deadlock_among(int size, const std::vector<std::pair<int, WaitFacts>>& waits,
+                     const std::vector<int>& ended) {
+  // As a world of their own, in which nothing has happened since they were looked at.
+  auto members = std::make_unique<Member[]>(size_t(size));
+  for (int rank = 0; rank < size; ++rank) members[rank].presence = Presence::Here;
+  for (int rank : ended) members[rank].presence = Presence::Left;
+  for (auto [rank, facts] : waits) {
+    Member& member = members[rank];
+    auto* free = std::find_if(std::begin(member.waits), std::end(member.waits),
+                              [](const Wait& wait) { return !wait.taken; });
+    if (free == std::end(member.waits)) continue;
+    (facts.lane ? member.lanes : member.threads) += 1;
+    facts.since_ns = facts.checked_ns = 1;
+    free->facts.write(facts);
+    free->taken = true;
+  }
+  Found found;
+  auto stuck = find_deadlock({members.get(), size_t(size)});
+  if (stuck.empty()) return found;
+  std::set<int> ranks;
+  for (auto& wait : stuck) ranks.insert(wait.rank);
+  found.ranks.assign(ranks.begin(), ranks.end());
+  found.report = deadlock_report(size_t(size), stuck);
+  return found;
+}
+
+void sentence(const Roster& roster, const std::vector<int>& ranks, const std::string& report) {
+  auto waits = blocked_waits(roster);
+  std::erase_if(waits, [&](const BlockedWait& wait) {
+    return std::find(ranks.begin(), ranks.end(), wait.rank) == ranks.end();
+  });
+  if (!waits.empty()) tell(roster, waits, report);
 }
 
 void set_thread_count(ThreadCount count) { thread_count.store(count); }
@@ -216,7 +264,7 @@ std::optional<std::string> Waiter::update(WaitFacts facts) {
   wait_->facts.write(facts);
   if (may_be_stuck(facts))
     if (auto waits = find_deadlock({&roster_.member(0), size_t(roster_.size())}); !waits.empty())
-      tell(roster_, waits);
+      tell(roster_, waits, deadlock_report(size_t(roster_.size()), waits));
   return verdict();
 }
 

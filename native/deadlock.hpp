@@ -14,6 +14,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "roster.hpp"
@@ -24,6 +25,18 @@ struct BlockedWait;
 
 // The waits of ranks of a world that wait for each other for ever; none if there are no such.
 std::vector<BlockedWait> find_deadlock(std::span<const Member> members);
+
+// For ranks on several hosts, each of which sees only its own: the waits of the ranks of which all
+// threads wait; a deadlock among such waits, of ranks of several rosters that stood still at one
+// moment; and the telling of it to the ranks of this roster that still wait.
+std::vector<BlockedWait> blocked_waits(const Roster& roster);
+struct Found {
+  std::vector<int> ranks;
+  std::string report;
+};
+Found deadlock_among(int size, const std::vector<std::pair<int, WaitFacts>>& waits,
+                     const std::vector<int>& ended);
+void sentence(const Roster& roster, const std::vector<int>& ranks, const std::string& report);
 
 // One thread that waits. Not shown before its first update, so short waits cost nothing.
 class Waiter {

@@ -215,8 +215,8 @@ std::string Roster::how_it_ended(int rank) const {
 bool Roster::is_ending(int rank) const {
   const Member& peer = member(rank);
   return !threads() && !peer.remote &&
-         peer.presence.load(std::memory_order_acquire) == Presence::Left &&
-         !has_ended(peer.heap) && now_ns() - peer.ended_ns < kPatience;
+         peer.presence.load(std::memory_order_acquire) == Presence::Left && !has_ended(peer.heap) &&
+         now_ns() - peer.ended_ns < kPatience;
 }
 
 // How a program has ended whose rank said goodbye, if the system still knows.

@@ -134,6 +134,17 @@ class Roster:
     def notes(self) -> list[str]:
         """Return the notes of all ranks."""
 
+def blocked_waits(roster: Roster) -> list[tuple[int, int, bytes]]:
+    """Return (rank, since, facts) of the waits of ranks of which all threads wait."""
+
+def deadlock_among(
+    size: int, waits: list[tuple[int, bytes]], ended: Sequence[int]
+) -> tuple[list[int], str]:
+    """Return the ranks, if any, that wait for each other for ever, and the report of it."""
+
+def sentence(roster: Roster, ranks: Sequence[int], report: str) -> None:
+    """Have those of these ranks that wait here raise Deadlock."""
+
 class Waiting:
     """A wait for other ranks that is made in Python."""
 
@@ -145,6 +156,8 @@ class Waiting:
         what: str,
         needs: Sequence[int],
         timeout: float,
+        kind: str = "making",
+        any: bool = False,
     ) -> None: ...
     def close(self) -> None:
         """Wait no longer."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx import bystanders
 from phalanx.backends import monitored, reduction
 from phalanx.types import Deadline, ReduceOp
 from phalanx.work import JoinedWork, ThreadWork, Work
@@ -437,7 +438,8 @@ class _Lane:
     def put(self, work: ThreadWork) -> ThreadWork:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="phalanx-lane", daemon=True)
+                thread = threading.Thread(target=self._run, name="phalanx-lane", daemon=True)
+                self._thread = bystanders.mark(thread)
                 self._thread.start()
             self._last = work
             self._queue.put(work)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 import threading
+import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -106,21 +107,28 @@ class Letters:
         return self._receive(tensor, src, tag, deadline)
 
     def _receive(self, tensor: Tensor, src: int | None, tag: int, deadline: Deadline) -> int:
-        slip = self._wait_for_slip(src, tag, deadline) if src is not None else None
-        while slip is None:
-            with self._arrival:
-                slip = self._take_slip(None, tag)
-            if slip is None:
-                seat = self._try_local(tensor, tag)
-                if seat is not None:
+        whom = "any rank" if src is None else f"rank {src}"
+        needs = [each for each in range(len(self._topology.places)) if each != self._topology.rank]
+        needs = needs if src is None else [src]
+        doing = f"recv({_name(tensor)}{list(tensor.shape)}, tag={tag}) from {whom}"
+        slip = None
+        with self._vigil.shown(doing, deadline, needs, src is None) as check:
+            looked = time.monotonic()
+            while slip is None:
+                if src is None and (seat := self._try_local(tensor, tag)) is not None:
                     return self._topology.mine[seat]
-                if deadline.left() <= 0:
-                    raise DistTimeout(
-                        f"recv(tag={tag}) from any rank: nothing came before its timeout"
-                    )
                 with self._arrival:
-                    self._arrival.wait(_LOOK)
-                    self._check()
+                    slip = self._take_slip(src, tag)
+                    if slip is None:
+                        self._check()
+                        self._arrival.wait(min(deadline.left(), _LOOK if src is None else SLICE))
+                        slip = self._take_slip(src, tag)
+                if slip is None and time.monotonic() - looked > SLICE:
+                    looked = time.monotonic()
+                    self._vigil.look([] if src is None else [src])
+                    check()
+                if slip is None and deadline.left() <= 0:
+                    raise DistTimeout(f"{doing}: nothing came before its timeout")
         self._take_message(tensor, slip, deadline)
         return slip.source
 
@@ -130,20 +138,6 @@ class Letters:
                 return cast(int, self._local.recv(tensor, None, tag, timeout=0))
         except DistTimeout:
             return None
-
-    def _wait_for_slip(self, src: int | None, tag: int, deadline: Deadline) -> Slip:
-        with self._arrival:
-            while (slip := self._take_slip(src, tag)) is None:
-                self._check()
-                left = deadline.left()
-                if not self._arrival.wait(min(left, SLICE)):
-                    self._vigil.look([] if src is None else [src])
-                    self._check()
-                if left <= 0:
-                    raise DistTimeout(
-                        f"recv(tag={tag}) from rank {src}: nothing came before its timeout"
-                    )
-        return slip
 
     def _take_slip(self, src: int | None, tag: int) -> Slip | None:
         for index, slip in enumerate(self._slips):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
+from phalanx import _native, bystanders
 from phalanx.backends.hierarchy.warden import Warden
 from phalanx.errors import DistBackendError, DistTimeout, PeerFailed, expected
 from phalanx.types import Deadline
@@ -22,24 +25,51 @@ class Vigil:
         self._group = group
         self._global_ranks = global_ranks
 
-    def wait(self, work: Work, deadline: Deadline, needs: Sequence[int]) -> None:
-        """Wait for a work of the engine that takes these ranks."""
+    def wait(self, work: Work, deadline: Deadline, needs: Sequence[int], doing: str = "") -> None:
+        """Wait for a work of the engine that takes these ranks.
+
+        ``doing`` says what for, if only a new action of theirs can end the wait: then it may be
+        part of a deadlock.
+        """
         if self._warden is None:
             work.wait(deadline.left())
             return
-        while True:
-            left = deadline.left()
-            try:
-                with expected():
-                    work.wait(min(left, SLICE))
-                return
-            except DistTimeout as error:
-                self.look(needs)
-                if left <= SLICE:
-                    raise self._timeout(needs) from error
-            except DistBackendError as error:
-                self._explain(error, needs)
-                raise
+        with self.shown(doing, deadline, needs) as check:
+            while True:
+                left = deadline.left()
+                try:
+                    with expected():
+                        work.wait(min(left, SLICE))
+                    return
+                except DistTimeout as error:
+                    self.look(needs)
+                    if left <= SLICE:
+                        raise self._timeout(needs) from error
+                    check()
+                except DistBackendError as error:
+                    self._explain(error, needs)
+                    raise
+
+    @contextmanager
+    def shown(
+        self, doing: str, deadline: Deadline, needs: Sequence[int], any: bool = False
+    ) -> Iterator[Callable[[], None]]:
+        """Let others see that this thread waits for these ranks, once it says so again and again.
+
+        The block is given what to call for that; Deadlock is raised there.
+        """
+        is_lane = bystanders.includes(threading.current_thread())
+        if self._warden is None or not doing or is_lane:
+            yield lambda: None
+            return
+        kind = doing.partition("(")[0]
+        ranks = [self._global_ranks[rank] for rank in needs]
+        roster, me = self._warden.roster, self._warden.rank
+        waiting = _native.Waiting(roster, me, self._group, doing, ranks, deadline.left(), kind, any)
+        try:
+            yield waiting.check
+        finally:
+            waiting.close()
 
     def look(self, needs: Sequence[int]) -> None:
         """Raise what is known to keep a wait for these ranks from ending."""

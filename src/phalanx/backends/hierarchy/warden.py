@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from phalanx import _native, bystanders, errors
+from phalanx.backends.hierarchy.deadlocks import DeadlockSearch
 from phalanx.backends.hierarchy.hosts import Host
 from phalanx.errors import DistBackendError, DistError, PeerFailed
 from phalanx.stores.base import Store
@@ -33,8 +34,8 @@ class Warden:
     def __init__(self, store: Store, roster: _native.Roster, hosts: Sequence[Host], rank: int):
         self._store = store.clone()
         self._store.set_timeout(_STORE_TIMEOUT)
-        self._roster = roster
-        self._rank = rank
+        self.roster = roster
+        self.rank = rank
         self._names = {host.id: host.name for host in hosts}
         self._order = list(self._names)
         self._members = {
@@ -49,6 +50,9 @@ class Warden:
         self._left: dict[str, set[int]] = {}  # ranks that have left a group
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._deadlocks = DeadlockSearch(
+            self._store, roster, self._members, self._mine, self._write
+        )
         core, key = _core(self._store, f"beat/{self._mine}")
         self._heart = _native.Heart(core, key, _BEAT)
         thread = threading.Thread(target=self._watch, name="phalanx-warden", daemon=True)
@@ -85,7 +89,7 @@ class Warden:
             name, text = self._broken[group]
             raise getattr(errors, name, DistBackendError)(text)
         for rank in needs:
-            end = self._roster.obituary(rank, True)
+            end = self.roster.obituary(rank, True)
             if not end and rank in self._left.get(group, ()):
                 end = (
                     f"rank {rank} has left this group (destroy_process_group, or the end of its "
@@ -112,9 +116,14 @@ class Warden:
 
     def _heed(self, entry: dict[str, Any]) -> None:
         if entry["kind"] == "ended" and entry["rank"] not in self._members[self._mine]:
-            self._roster.fail(entry["rank"], entry["text"])
+            self.roster.fail(entry["rank"], entry["text"])
         elif entry["kind"] == "broken":
             self._broken.setdefault(entry["group"], (entry["error"], entry["text"]))
+        elif entry["kind"] == "deadlock":
+            # Those that still wait as they did when it was found.
+            now = {(rank, since) for rank, since, _ in _native.blocked_waits(self.roster)}
+            told = {rank for rank, since in entry["waits"] if (rank, since) in now}
+            _native.sentence(self.roster, sorted(told), entry["text"])
         elif entry["kind"] == "left":
             self._left.setdefault(entry["group"], set()).add(entry["rank"])
 
@@ -125,6 +134,7 @@ class Warden:
         watched = ""
         while not self._closing.wait(_LOOK):
             self._tell_of_the_dead()
+            self._deadlocks.look()
             following = self._next_host()
             if following != watched:
                 watched, count, since = following, -1, time.monotonic()
@@ -151,7 +161,7 @@ class Warden:
 
     def _has_ended(self, label: str) -> bool:
         """Say whether all ranks of a host are known to have ended."""
-        return all(self._roster.obituary(rank, False) for rank in self._members[label])
+        return all(self.roster.obituary(rank, False) for rank in self._members[label])
 
     def _bury(self, label: str, silence: float) -> None:
         self._gone.add(label)
@@ -160,14 +170,14 @@ class Warden:
             f"{silence:.1f} s (it is down, cut off, or its ranks are dead)"
         )
         for rank in self._members[label]:
-            if not self._roster.obituary(rank, False):
+            if not self.roster.obituary(rank, False):
                 self._write(kind="ended", rank=rank, text=how)
 
     def _tell_of_the_dead(self) -> None:
         """Tell the other hosts which ranks of this one have ended; the first that lives does."""
-        ends = {rank: self._roster.obituary(rank, True) for rank in self._members[self._mine]}
+        ends = {rank: self.roster.obituary(rank, True) for rank in self._members[self._mine]}
         living = [rank for rank, end in ends.items() if not end]
-        if not living or living[0] != self._rank:
+        if not living or living[0] != self.rank:
             return
         for rank, end in ends.items():
             if end and rank not in self._published:

@@ -79,7 +79,7 @@ class Wire:
     ) -> Coming:
         """Begin to receive a tensor; CollectiveMismatch if its announcement is another one."""
         frame = torch.empty(_FRAME, dtype=torch.uint8)
-        self.start_receiving(peer, frame).wait(deadline)
+        self.start_receiving(peer, frame).wait(deadline, announcement.what)
         raw = frame.numpy().tobytes()
         sequence, digest, length, what, site = _HEAD.unpack_from(raw)
         data = _bytes(tensor)
@@ -131,10 +131,10 @@ class Coming:
         self._vigil = vigil
         self._peer = peer
 
-    def wait(self, deadline: Deadline) -> None:
-        """Wait until it is there."""
+    def wait(self, deadline: Deadline, doing: str = "") -> None:
+        """Wait until it is there; see `Vigil.wait`."""
         if self._work is not None:
-            self._vigil.wait(self._work, deadline, [self._peer])
+            self._vigil.wait(self._work, deadline, [self._peer], doing)
 
 
 class Differing(CollectiveMismatch):
