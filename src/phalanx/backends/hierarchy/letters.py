@@ -125,8 +125,7 @@ class Letters:
                         slip = self._take_slip(src, tag)
                 if slip is None and time.monotonic() - looked > SLICE:
                     looked = time.monotonic()
-                    self._vigil.look([] if src is None else [src])
-                    check()
+                    self._vigil.look([] if src is None else [src], check)
                 if slip is None and deadline.left() <= 0:
                     raise DistTimeout(f"{doing}: nothing came before its timeout")
         self._take_message(tensor, slip, deadline)

@@ -42,10 +42,9 @@ class Vigil:
                         work.wait(min(left, SLICE))
                     return
                 except DistTimeout as error:
-                    self.look(needs)
+                    self.look(needs, check)
                     if left <= SLICE:
                         raise self._timeout(needs) from error
-                    check()
                 except DistBackendError as error:
                     self._explain(error, needs)
                     raise
@@ -71,9 +70,14 @@ class Vigil:
         finally:
             waiting.close()
 
-    def look(self, needs: Sequence[int]) -> None:
-        """Raise what is known to keep a wait for these ranks from ending."""
+    def look(self, needs: Sequence[int], check: Callable[[], None] = lambda: None) -> None:
+        """Raise what is known to keep a wait for these ranks from ending.
+
+        ``check`` is what `shown` gave: others may have left over a deadlock that this is part of.
+        """
         if self._warden is not None:
+            self._warden.read()
+            check()
             self._warden.check(self._group, [self._global_ranks[rank] for rank in needs])
 
     def _explain(self, error: DistBackendError, needs: Sequence[int]) -> None:

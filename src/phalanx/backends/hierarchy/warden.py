@@ -84,7 +84,6 @@ class Warden:
 
     def check(self, group: str, needs: Sequence[int]) -> None:
         """Raise what is known to keep a group, or a wait for these ranks, from going on."""
-        self.read()
         if group in self._broken:
             name, text = self._broken[group]
             raise getattr(errors, name, DistBackendError)(text)
@@ -133,8 +132,8 @@ class Warden:
         count, since = -1, time.monotonic()
         watched = ""
         while not self._closing.wait(_LOOK):
-            self._tell_of_the_dead()
-            self._deadlocks.look()
+            if self._speaks_for_host():
+                self._deadlocks.look()
             following = self._next_host()
             if following != watched:
                 watched, count, since = following, -1, time.monotonic()
@@ -173,15 +172,19 @@ class Warden:
             if not self.roster.obituary(rank, False):
                 self._write(kind="ended", rank=rank, text=how)
 
-    def _tell_of_the_dead(self) -> None:
-        """Tell the other hosts which ranks of this one have ended; the first that lives does."""
+    def _speaks_for_host(self) -> bool:
+        """Tell the other hosts which ranks of this one have ended, if this is the first that lives.
+
+        Return whether it is.
+        """
         ends = {rank: self.roster.obituary(rank, True) for rank in self._members[self._mine]}
         living = [rank for rank, end in ends.items() if not end]
         if not living or living[0] != self.rank:
-            return
+            return False
         for rank, end in ends.items():
             if end and rank not in self._published:
                 self.say_ended(rank, _predicate(rank, end))
+        return True
 
     def close(self) -> None:
         """Watch no longer."""
