@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx._native import common_dtype_code, dtype_code
+from phalanx.backends import registry
 from phalanx.errors import DistBackendError
 from phalanx.groups import ProcessGroup
 from phalanx.types import DTYPES, ReduceOp
@@ -41,10 +42,10 @@ def movable(value: Any, name: str, operation: str, written: bool = True) -> Tens
         raise TypeError(
             f"{operation} needs a tensor or array as {name}, got {type(value).__name__}"
         )
-    if not value.is_cpu:
+    if not value.is_cpu and value.device.type not in registry.served:
         raise DistBackendError(
-            f"{operation} cannot use {name} on device {value.device}: only CPU tensors are served "
-            "in this version; move it with .cpu()"
+            f"{operation} cannot use {name} on device {value.device}: no group has an engine for "
+            "it; move it with .cpu(), or name one per device, such as 'cpu:phalanx,cuda:nccl'"
         )
     if value.layout is not _STRIDED:
         raise ValueError(

@@ -332,7 +332,7 @@ def init_process_group(
 
     _watch().joining()
     if store is None:
-        url = "env://" if init_method is None else init_method
+        url = config.meeting_place() if init_method is None else init_method
         store, rank, world_size = next(iter(rendezvous(url, rank, world_size, timeout=limit)))
     past = _past.setdefault(store, Counter())
     meeting = PrefixStore(f"world{past[rank]}", store)

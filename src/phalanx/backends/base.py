@@ -18,7 +18,7 @@ from phalanx.types import Deadline, ReduceOp
 from phalanx.work import JoinedWork, ThreadWork, Work
 
 # Users' tags are not negative: collectives and monitored barriers have streams of their own.
-_COLLECTIVE = -1
+COLLECTIVE = -1
 _MONITOR = -2
 
 Call = tuple[str, tuple[Any, ...]]
@@ -275,8 +275,8 @@ class GroupBackend(ABC):
         async_op: bool = False,
     ) -> Work | None:
         """Do an all_to_all of slices along the first dimension (None: equal slices)."""
-        outputs = _slices(output, output_splits, self.size)
-        inputs = _slices(input, input_splits, self.size)
+        outputs = slices(output, output_splits, self.size)
+        inputs = slices(input, input_splits, self.size)
         return self._issue([output], timeout, async_op, self._all_to_all, outputs, inputs)
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Work | None:
@@ -375,7 +375,7 @@ class GroupBackend(ABC):
     ) -> None:
         # Everybody sends before anybody waits, so no order of the receives can block.
         sends = [
-            self.send(inputs[peer].detach(), peer, _COLLECTIVE, async_op=True)
+            self.send(inputs[peer].detach(), peer, COLLECTIVE, async_op=True)
             for peer in self._others()
         ]
         for peer in self._others():
@@ -395,10 +395,10 @@ class GroupBackend(ABC):
 
     def _give(self, messages: list[tuple[Tensor, int]], deadline: Deadline) -> None:
         for tensor, peer in messages:
-            self.send(tensor.detach(), peer, _COLLECTIVE, timeout=deadline.left())
+            self.send(tensor.detach(), peer, COLLECTIVE, timeout=deadline.left())
 
     def _take(self, tensor: Tensor, peer: int, deadline: Deadline) -> None:
-        self.recv(tensor.detach(), peer, _COLLECTIVE, timeout=deadline.left())
+        self.recv(tensor.detach(), peer, COLLECTIVE, timeout=deadline.left())
 
     def _issue(
         self,
@@ -471,7 +471,7 @@ def _parts(tensor: Tensor, size: int) -> Sequence[Tensor]:
     return tensor.reshape(size, tensor.numel() // size).unbind(0)
 
 
-def _slices(tensor: Tensor, splits: Sequence[int] | None, size: int) -> Sequence[Tensor]:
+def slices(tensor: Tensor, splits: Sequence[int] | None, size: int) -> Sequence[Tensor]:
     """Cut along the first dimension, at ``splits`` or evenly."""
     if tensor.dim() == 0:
         return [tensor]

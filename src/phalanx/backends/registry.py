@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 from phalanx.backends.base import GroupBackend
 from phalanx.errors import DistBackendError
+from phalanx.extras import install
+
+# The device types for which some group of this process has been made with an engine.
+served: set[str] = {"cpu"}
 
 
 @dataclass
@@ -40,8 +47,8 @@ class _Plugin(NamedTuple):
 class Backend(str):
     """The name of a backend, in lower case: ``Backend("PHALANX") == Backend.PHALANX``.
 
-    ``Backend.register_backend`` adds one. Names of engines that this version cannot use yet are
-    known, so that a clear error tells so.
+    ``Backend.register_backend`` adds one. Engines that torch and MPI bring are known by their
+    names, and `is_backend_available` tells whether they can be used here.
     """
 
     __slots__ = ()
@@ -54,9 +61,20 @@ class Backend(str):
     MPI: ClassVar[str] = "mpi"
     XCCL: ClassVar[str] = "xccl"
 
-    backend_list: ClassVar[list[str]] = [UNDEFINED, PHALANX]
-    default_device_backend_map: ClassVar[dict[str, str]] = {"cpu": PHALANX, "cuda": NCCL}
-    backend_capability: ClassVar[dict[str, list[str]]] = {PHALANX: ["cpu"]}
+    backend_list: ClassVar[list[str]] = [UNDEFINED, PHALANX, GLOO, NCCL, XCCL, UCC, MPI]
+    default_device_backend_map: ClassVar[dict[str, str]] = {
+        "cpu": PHALANX,
+        "cuda": NCCL,
+        "xpu": XCCL,
+    }
+    backend_capability: ClassVar[dict[str, list[str]]] = {
+        PHALANX: ["cpu"],
+        GLOO: ["cpu"],
+        NCCL: ["cuda"],
+        XCCL: ["xpu"],
+        UCC: ["cpu", "cuda"],
+        MPI: ["cpu"],
+    }
     _plugins: ClassVar[dict[str, _Plugin]] = {}
 
     def __new__(cls, name: str) -> Backend:
@@ -90,13 +108,24 @@ class Backend(str):
         cls._plugins[key] = _Plugin(func, extended_api)
 
 
-_ENGINES = {Backend.GLOO, Backend.NCCL, Backend.UCC, Backend.MPI, Backend.XCCL}
+def _engines_of_torch() -> dict[str, list[str]]:
+    """Return the backends that torch has, with their devices. It takes time to ask."""
+    from phalanx.backends.engines import torch_engine
+
+    return torch_engine.names()
+
+
+def _is_usable(name: str) -> bool:
+    if name == Backend.PHALANX or name in Backend._plugins:
+        return True
+    if name == Backend.MPI:
+        return importlib.util.find_spec("mpi4py") is not None
+    return name in _engines_of_torch()
 
 
 def is_backend_available(backend: str) -> bool:
     """Say whether all of ``backend``, a name or a ``"device:name,…"`` string, can be used here."""
-    names = [pair.rpartition(":")[2] for pair in backend.lower().split(",")]
-    return all(name in Backend.backend_list for name in names)
+    return all(_is_usable(pair.rpartition(":")[2]) for pair in backend.lower().split(","))
 
 
 class BackendConfig:
@@ -109,7 +138,8 @@ class BackendConfig:
             name = Backend(Backend.default_device_backend_map["cpu"])
         self.name = name
         if ":" not in name:
-            for device in Backend.backend_capability.get(name, ["cpu"]):
+            devices = Backend.backend_capability.get(name)
+            for device in devices or _engines_of_torch().get(name, ["cpu"]):
                 self.device_backend_map[device] = name
             return
         for pair in name.split(","):
@@ -127,29 +157,74 @@ class BackendConfig:
         """Return the backend of each device type."""
         return self.device_backend_map
 
+    def meeting_place(self) -> str:
+        """Return the URL at which ranks meet that were given none."""
+        by_mpi = self.device_backend_map.get("cpu") == Backend.MPI
+        return "mpi://" if by_mpi and "MASTER_ADDR" not in os.environ else "env://"
+
     def __repr__(self) -> str:
         return ",".join(f"{device}:{name}" for device, name in self.device_backend_map.items())
 
     def create(self, options: BackendOptions, pg_options: object = None) -> GroupBackend:
-        """Make the backend that serves CPU tensors, which every group needs.
+        """Make the group's backend: one engine, or one per device type.
 
-        Engines of other devices may be named; using such a tensor is an error until they exist.
+        CPU tensors are served by "phalanx" unless the name says otherwise: every group needs that.
         """
         for name in self.device_backend_map.values():
-            if name not in _ENGINES and name not in Backend.backend_list:
-                known = ", ".join(sorted(set(Backend.backend_list) - {Backend.UNDEFINED}))
-                raise ValueError(f"unknown backend {str(name)!r} (known: {known})")
-        cpu = self.device_backend_map.get("cpu")
-        if cpu is None or cpu not in Backend.backend_list:
-            raise DistBackendError(
-                f"backend {str(self.name)!r} has no usable engine for CPU tensors in this version; "
-                "use 'phalanx', or 'cpu:phalanx,cuda:nccl' to name an engine per device"
-            )
-        plugin = Backend._plugins.get(cpu)
-        if plugin is None:
-            from phalanx.backends.hierarchy import create
+            if name not in Backend.backend_list and name not in _engines_of_torch():
+                known = {*Backend.backend_list, *_engines_of_torch()} - {Backend.UNDEFINED}
+                listed = ", ".join(sorted(known))
+                raise ValueError(f"unknown backend {str(name)!r} (known: {listed})")
+        cpu = self.device_backend_map.get("cpu", Backend(Backend.PHALANX))
+        engine = _make(cpu, "cpu", options, pg_options)
+        others = {
+            device: name for device, name in self.device_backend_map.items() if device != "cpu"
+        }
+        if not others:
+            return engine
+        from phalanx.backends.devices import DeviceRouter
 
-            return create.create(options, pg_options)
-        if plugin.extended_api:
-            return plugin.create(options, pg_options)
+        return DeviceRouter(engine, others, partial(_make_beside, options, pg_options))
+
+
+def _make(name: str, device: str, options: BackendOptions, pg_options: object) -> GroupBackend:
+    """Make the engine that serves tensors of one device type."""
+    plugin = Backend._plugins.get(name)
+    if plugin is not None and plugin.extended_api:
+        return plugin.create(options, pg_options)
+    if plugin is not None:
         return plugin.create(options.store, options.group_rank, options.group_size, options.timeout)
+    if not _is_usable(name):
+        have = sorted({Backend.PHALANX, *Backend._plugins, *_engines_of_torch()})
+        missing = f"mpi4py is not installed: {install('mpi')}"
+        why = missing if name == Backend.MPI else f"this torch is built without {name}"
+        raise DistBackendError(
+            f"backend {str(name)!r} cannot serve {device} tensors: {why} "
+            f"(usable: {', '.join(have)})"
+        )
+    if name == Backend.PHALANX:
+        if device != "cpu":
+            raise DistBackendError(
+                f"backend 'phalanx' serves CPU tensors, not those of device {device!r}: name one "
+                "per device, such as 'cpu:phalanx,cuda:nccl'"
+            )
+        from phalanx.backends.hierarchy import create
+
+        return create.create(options, pg_options)
+    if name == Backend.MPI:
+        from phalanx.backends.engines import mpi
+
+        return mpi.create(options)
+    from phalanx.backends.engines import torch_engine
+
+    return torch_engine.create(name, device, options, pg_options)
+
+
+def _make_beside(
+    options: BackendOptions, pg_options: object, name: str, device: str
+) -> GroupBackend:
+    """Make a further engine of a group, with a part of the store to itself."""
+    from phalanx.stores import PrefixStore
+
+    store = PrefixStore(f"device-{device}", options.store)
+    return _make(name, device, replace(options, store=store), pg_options)

@@ -6,13 +6,15 @@ tcp://host:port    rank 0 runs a store there, the others connect to it.
 file:///path       a file that all ranks can reach.
 env://             the environment says: RANK and WORLD_SIZE (torchrun, or set by hand), or the
                    variables of Open MPI, of MPICH and its relatives, or of Slurm.
+mpi://             MPI says, by mpi4py: rank, size, and where rank 0 runs a store.
 
 With `env://`, MASTER_ADDR and MASTER_PORT are where rank 0 runs the store. They may be missing
 under an MPI launcher or Slurm if all ranks are on one machine: then they meet in a private
-directory (see `meeting`), under a name made from what identifies the job. torchrun does set them,
-but to the store of its own agent, which speaks another protocol: there too ranks meet in the
-directory, so that no second port has to be agreed on. So they do under ``phalanx run``, whose port
-is left to torch's store.
+directory (see `meeting`), under a name made from what identifies the job. Ranks that an MPI
+launcher has started on several machines meet as with `mpi://`, if mpi4py is there. torchrun does
+set them, but to the store of its own agent, which speaks another protocol: there too ranks meet in
+the directory, so that no second port has to be agreed on. So they do under ``phalanx run``, whose
+port is left to torch's store.
 
 A process may rendezvous again and again at one place: each time is a world of its own, and all
 ranks must come the same number of times.
@@ -21,6 +23,7 @@ ranks must come the same number of times.
 from __future__ import annotations
 
 import atexit
+import importlib.util
 import os
 import threading
 from collections import Counter
@@ -36,6 +39,7 @@ from phalanx.process import Stat
 from phalanx.stores import FileStore, PrefixStore, Store, TCPStore
 from phalanx.stores.base import Timeout, seconds
 from phalanx.stores.meeting import meet
+from phalanx.stores.over_mpi import meet_over_mpi, mpi
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -192,6 +196,9 @@ def from_environment(
     identity = _run_identity(environment) or _torchrun_identity(environment)
     if not identity and not {"MASTER_ADDR", "MASTER_PORT"} & environment.keys():
         identity = launcher.job(environment)
+    by_mpi = launcher.mpi and not given and importlib.util.find_spec("mpi4py") is not None
+    if identity and by_mpi and not _is_one_machine(environment, launcher, world_size):
+        return _met_over_mpi(timeout)
     if identity:
         _require_one_machine(environment, launcher, world_size)
         store = _visit(identity, rank, lambda: meet(identity, rank, world_size, seconds(timeout)))
@@ -203,9 +210,25 @@ def from_environment(
     return store, rank, world_size
 
 
+def _mpi(url: str, timeout: Timeout = DEFAULT_TIMEOUT, **_: object) -> Rendezvous:
+    if urlsplit(url).query:
+        raise ValueError(f"{url}: MPI says rank and world size; do not give them")
+    yield _met_over_mpi(timeout)
+    raise _once("mpi://")
+
+
+def _met_over_mpi(timeout: Timeout) -> tuple[Store, int, int]:
+    world = mpi().COMM_WORLD
+    rank = world.Get_rank()
+    store = _visit(("mpi",), rank, lambda: meet_over_mpi(seconds(timeout)))
+    store.set_timeout(timeout)
+    return store, rank, world.Get_size()
+
+
 register_rendezvous_handler("tcp", _tcp)
 register_rendezvous_handler("file", _file)
 register_rendezvous_handler("env", _env)
+register_rendezvous_handler("mpi", _mpi)
 
 
 def _at(host: str, port: int, rank: int, timeout: Timeout) -> Store:
@@ -236,6 +259,7 @@ class Launcher:
     local_size: str
     identity: tuple[str, ...] = ()  # together the same for all ranks of a job, and for no other job
     ancestor: str = ""  # or the process that started all of them
+    mpi: bool = False
 
     def job(self, environment: Mapping[str, str]) -> tuple[str, ...]:
         """Return what all ranks of this job share and no other job has; nothing if unknown."""
@@ -253,8 +277,9 @@ _LAUNCHERS = (
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
         identity=("PMIX_NAMESPACE", "PMIX_SERVER_URI2", "OMPI_MCA_ess_base_jobid"),
+        mpi=True,
     ),
-    Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", ancestor="hydra"),
+    Launcher("MPICH", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS", ancestor="hydra", mpi=True),
     Launcher(
         "Slurm",
         "SLURM_PROCID",
@@ -301,13 +326,17 @@ def _require(environment: Mapping[str, str], name: str, meaning: str) -> str:
     )
 
 
+def _is_one_machine(environment: Mapping[str, str], launcher: Launcher, world_size: int) -> bool:
+    # Slurm writes "4", or for several machines "4(x2)" or "4,3".
+    return environment.get(launcher.local_size) in (None, str(world_size))
+
+
 def _require_one_machine(
     environment: Mapping[str, str], launcher: Launcher, world_size: int
 ) -> None:
-    local = environment.get(launcher.local_size)
-    # Slurm writes "4", or for several machines "4(x2)" or "4,3".
-    if local is None or local == str(world_size):
+    if _is_one_machine(environment, launcher, world_size):
         return
+    local = environment[launcher.local_size]
     master = "" if launcher.rank == "RANK" else ", or set MASTER_ADDR and MASTER_PORT"
     raise ValueError(
         f"env://: of {world_size} ranks, {launcher.local_size}={local} are on this machine; ranks "

@@ -9,6 +9,7 @@ from typing import Any
 from phalanx import _native
 from phalanx.backends import local
 from phalanx.backends.base import GroupBackend
+from phalanx.backends.engines.messages import MessageEngine
 from phalanx.backends.hierarchy import hosts
 from phalanx.backends.hierarchy.hosts import Host
 from phalanx.backends.hierarchy.warden import Warden
@@ -92,6 +93,10 @@ def _over_hosts(options: BackendOptions, where: list[str]) -> GroupBackend:
     engine = BackendConfig(os.environ.get(ENGINE, _DEFAULT_ENGINE)).create(
         replace(options, store=PrefixStore("engine", options.store), shared=_own_shared(options))
     )
+    if not isinstance(engine, MessageEngine):
+        raise DistBackendError(
+            f"the engine {engine.name!r} ({ENGINE}) cannot work between hosts: use gloo or mpi"
+        )
     return Hierarchy(
         local.create(near),
         engine,

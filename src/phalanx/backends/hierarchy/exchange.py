@@ -1,4 +1,4 @@
-"""Algorithms among hosts: one rank of each takes part, over a `Wire`."""
+"""Algorithms among hosts: one rank of each takes part, over a `Crossing`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from phalanx.backends import reduction
-from phalanx.backends.hierarchy.wire import Announcement, Sending, Wire
+from phalanx.backends.engines.calls import Call
+from phalanx.backends.hierarchy.crossing import Crossing, Sending
 from phalanx.types import Deadline, ReduceOp
 
 _SMALL = 64 << 10  # bytes up to which fewer messages are worth more bytes
@@ -23,19 +24,19 @@ class Exchange:
 
     def __init__(
         self,
-        wire: Wire,
+        crossing: Crossing,
         peers: Sequence[int],
         host: int,
         buffer: Tensor,
         op: ReduceOp,
-        announcement: Announcement,
+        call: Call,
     ) -> None:
-        self._wire = wire
+        self._crossing = crossing
         self._peers = peers
         self._host = host
         self._buffer = buffer
         self._op = op
-        self._announcement = announcement
+        self._call = call
         self._is_pair = len(peers) == 2
         self._sending: list[Sending] = []
 
@@ -59,14 +60,14 @@ class Exchange:
         self._combine(theirs, self._host > 0)
 
     def _give(self, peer: int) -> None:
-        self._sending.append(self._wire.announce(peer, self._announcement, self._buffer))
+        self._sending.append(self._crossing.send(peer, self._call, self._buffer))
 
     def _flush(self, deadline: Deadline) -> None:
         while self._sending:
             self._sending.pop().wait(deadline)
 
     def _take(self, peer: int, tensor: Tensor, deadline: Deadline) -> None:
-        self._wire.accept(peer, self._announcement, tensor, deadline).wait(deadline)
+        self._crossing.receive(peer, self._call, tensor).wait(deadline)
 
     def _combine(self, theirs: Tensor, they_come_first: bool) -> None:
         """Combine with another part, in the order of the hosts, into the buffer."""
@@ -110,37 +111,28 @@ class Exchange:
         for step in range(size - 1):
             outgoing, coming = parts[(host - step) % size], parts[(host - step - 1) % size]
             theirs = torch.empty_like(coming)
-            self._pass_on(after, outgoing, before, theirs, deadline, announced=step == 0)
+            self._pass_on(after, outgoing, before, theirs, deadline)
             reduction.combine(coming, theirs, self._op)
         for step in range(size - 1):
             outgoing, coming = parts[(host + 1 - step) % size], parts[(host - step) % size]
-            self._pass_on(after, outgoing, before, coming, deadline, announced=False)
+            self._pass_on(after, outgoing, before, coming, deadline)
 
     def _pass_on(
-        self,
-        after: int,
-        outgoing: Tensor,
-        before: int,
-        coming: Tensor,
-        deadline: Deadline,
-        announced: bool,
+        self, after: int, outgoing: Tensor, before: int, coming: Tensor, deadline: Deadline
     ) -> None:
-        if announced:
-            sending = self._wire.announce(after, self._announcement, outgoing)
-            self._take(before, coming, deadline)
-        else:
-            sending = self._wire.start_sending(after, outgoing)
-            self._wire.start_receiving(before, coming).wait(deadline)
+        receiving = self._crossing.receive(before, self._call, coming)
+        sending = self._crossing.send(after, self._call, outgoing)
+        receiving.wait(deadline)
         sending.wait(deadline)
 
 
 def spread(
-    wire: Wire,
+    crossing: Crossing,
     peers: Sequence[int],
     host: int,
     root: int,
     tensor: Tensor,
-    announcement: Announcement,
+    call: Call,
     deadline: Deadline,
 ) -> None:
     """Copy a flat tensor from host ``root`` to all, from each that has it to another at a time."""
@@ -150,9 +142,9 @@ def spread(
     while distance < size:
         if turned < distance and turned + distance < size:
             peer = peers[(host + distance) % size]
-            sendings.append(wire.announce(peer, announcement, tensor))
+            sendings.append(crossing.send(peer, call, tensor))
         elif distance <= turned < 2 * distance:
-            wire.accept(peers[host - distance], announcement, tensor, deadline).wait(deadline)
+            crossing.receive(peers[host - distance], call, tensor).wait(deadline)
         distance *= 2
     for sending in sendings:
         sending.wait(deadline)

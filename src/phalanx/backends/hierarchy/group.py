@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -14,19 +14,22 @@ from torch import Tensor
 from phalanx import _native
 from phalanx.backends import reduction
 from phalanx.backends.base import GroupBackend
+from phalanx.backends.engines import sites
+from phalanx.backends.engines.calls import Call
+from phalanx.backends.engines.messages import MessageEngine
+from phalanx.backends.hierarchy.crossing import Crossing, dtype_name, flat, shown
 from phalanx.backends.hierarchy.exchange import Exchange, spread
 from phalanx.backends.hierarchy.letters import Letters
-from phalanx.backends.hierarchy.sites import user_site
 from phalanx.backends.hierarchy.topology import Topology
 from phalanx.backends.hierarchy.vigil import Vigil
 from phalanx.backends.hierarchy.warden import Warden
-from phalanx.backends.hierarchy.wire import Announcement, Differing, Wire, flat
 from phalanx.backends.local import LocalBackend
-from phalanx.errors import CollectiveMismatch, DistBackendError, PeerFailed
+from phalanx.errors import DistBackendError, PeerFailed
 from phalanx.types import Deadline, ReduceOp
 from phalanx.work import Work
 
-_WIRE_TAG = -3
+# Stands between the words of a call and the number of what else must agree.
+_HIDDEN = " ~"
 
 _SMALL = 32 << 10  # bytes up to which one rank per host speaks for all
 _CHUNK = 1 << 20  # bytes of a slice that pass through the two phases at a time
@@ -45,7 +48,7 @@ class Hierarchy(GroupBackend):
     def __init__(
         self,
         local: LocalBackend,
-        engine: GroupBackend,
+        engine: MessageEngine,
         labels: Sequence[object],
         rank: int,
         timeout: float,
@@ -62,7 +65,7 @@ class Hierarchy(GroupBackend):
         if global_ranks:
             self.global_ranks = list(global_ranks)
         vigil = Vigil(warden, group, self.global_ranks)
-        self._wire = Wire(engine, _WIRE_TAG, vigil)
+        self._crossing = Crossing(engine, vigil, self._differ)
         self._letters = Letters(local, engine, self._topology, vigil)
 
     # Life
@@ -78,7 +81,6 @@ class Hierarchy(GroupBackend):
 
     def close(self) -> None:
         super().close()
-        self._letters.close()
         if self._warden is not None:
             self._warden.say_left(self._group, self.global_ranks[self.rank])
         self.local.close()
@@ -138,18 +140,14 @@ class Hierarchy(GroupBackend):
         step: Callable[..., None],
         *args: Any,
     ) -> Work | None:
-        call = functools.partial(self._run, step, user_site(sys._getframe(1)))
-        return super()._issue(outputs, timeout, async_op, call, *args)
+        run = functools.partial(self._run, step, sites.here())
+        return super()._issue(outputs, timeout, async_op, run, *args)
 
     def _run(self, step: Callable[..., None], site: str, deadline: Deadline, *args: Any) -> None:
-        """Do one collective; if it fails here, nobody on this host waits for this rank in vain."""
+        """Do one collective; if it fails here, nobody waits for this rank in vain."""
         self._site = site
         try:
             step(deadline, *args)
-        except Differing as error:
-            mismatch = CollectiveMismatch(self._explain(error))
-            self._break(mismatch)
-            raise mismatch from None
         except DistBackendError as error:
             self._break(error)
             raise
@@ -161,46 +159,46 @@ class Hierarchy(GroupBackend):
             self._warden.say_broken(self._group, error)
         with suppress(DistBackendError):
             self.local.engine.abort(str(error), type(error).__name__)
+        self._engine.abort(str(error), type(error))
 
-    def _announce(self, what: str, *agreed: object) -> Announcement:
-        """Say what the collective is that this rank is about to do; ranks must agree on it."""
-        announcement = Announcement.of(self._issued, what, self._site, what, *agreed)
-        _native.part_of(announcement.digest)
-        self._announcement = announcement
-        return announcement
+    def _call(self, what: str, *agreed: object) -> Call:
+        """Say which collective this rank is about to do; ranks must agree on all of it."""
+        # What is agreed on beyond the words stands for itself in a number.
+        digest = zlib.crc32(repr((what, agreed)).encode())
+        _native.part_of(digest << 1 | 1)
+        return Call(self._issued, f"{what}{_HIDDEN}{digest:08x}", self._site)
 
-    def _explain(self, error: Differing) -> str:
-        mine, theirs = self._announcement, error.theirs
-        here, there = self._topology.mine, self._topology.hosts[self._host_of(error.peer)]
-        lines = ["ranks of one group have called different collectives"]
-        for ranks, said in sorted([(here, mine), (there, theirs)], key=lambda pair: pair[0]):
+    def _differ(self, mine: Call, theirs: Call, peer: int) -> str:
+        """Say who is in which collective."""
+        where = self._topology
+        sides = [(where.mine, mine), (where.hosts[where.places[peer].host], theirs)]
+        lines = ["ranks of one group are in different collectives"]
+        for ranks, call in sorted(sides, key=lambda side: side[0]):
             named = _native.rank_list([self.global_ranks[rank] for rank in ranks])
-            lines.append(f"  {named}  {said.what} #{said.sequence} at {said.site}")
+            what = call.what.partition(_HIDDEN)[0]
+            lines.append(f"  {named}  {what} #{call.number} at {call.site}")
         return "\n".join(lines)
-
-    def _host_of(self, rank: int) -> int:
-        return self._topology.places[rank].host
 
     def _all_reduce(
         self, deadline: Deadline, tensor: Tensor, op: ReduceOp, squares: Tensor | None
     ) -> None:
-        announcement = self._announce(f"all_reduce({_shown(tensor)}, {op.name})", op.factor)
+        call = self._call(f"all_reduce({shown(tensor)}, {op.name})", op.factor)
         buffer = flat(tensor)
         if buffer.numel() * buffer.itemsize <= _SMALL:
-            self._all_reduce_small(deadline, buffer, op, announcement)
+            self._all_reduce_small(deadline, buffer, op, call)
         else:
-            self._all_reduce_sliced(deadline, buffer, op, announcement)
+            self._all_reduce_sliced(deadline, buffer, op, call)
         _put(tensor, buffer)
         if squares is not None:
             squares.fill_(reduction.sum_of_squares(tensor))
 
     def _all_reduce_small(
-        self, deadline: Deadline, buffer: Tensor, op: ReduceOp, announcement: Announcement
+        self, deadline: Deadline, buffer: Tensor, op: ReduceOp, call: Call
     ) -> None:
         where, total = self._topology, buffer.clone()
         self.local.reduce(total, 0, _partial(op), timeout=deadline.left())
         if where.seat == 0:
-            exchange = Exchange(self._wire, where.peers(0), where.host, total, op, announcement)
+            exchange = Exchange(self._crossing, where.peers(0), where.host, total, op, call)
             exchange.start()
             exchange.finish(deadline)
             reduction.finish(total, op, self.size)
@@ -208,7 +206,7 @@ class Hierarchy(GroupBackend):
         buffer.copy_(total)
 
     def _all_reduce_sliced(
-        self, deadline: Deadline, buffer: Tensor, op: ReduceOp, announcement: Announcement
+        self, deadline: Deadline, buffer: Tensor, op: ReduceOp, call: Call
     ) -> None:
         where = self._topology
         peers = where.peers(where.seat) if where.seat < where.num_slices else []
@@ -220,7 +218,7 @@ class Hierarchy(GroupBackend):
             self.local.reduce_scatter(own, slices, _partial(op), timeout=deadline.left())
             exchange = None
             if own.numel():
-                exchange = Exchange(self._wire, peers, where.host, own, op, announcement)
+                exchange = Exchange(self._crossing, peers, where.host, own, op, call)
                 exchange.start()
             if before is not None:
                 self._end_chunk(deadline, op, *before)
@@ -250,7 +248,7 @@ class Hierarchy(GroupBackend):
     def _reduce(
         self, deadline: Deadline, output: Tensor, input: Tensor, root: int, op: ReduceOp
     ) -> None:
-        announcement = self._announce(f"reduce({_shown(input)}, {op.name})", root, op.factor)
+        call = self._call(f"reduce({shown(input)}, {op.name})", root, op.factor)
         where = self._topology
         goal = where.places[root]
         total = flat(input).clone()
@@ -260,27 +258,25 @@ class Hierarchy(GroupBackend):
         if where.rank != leader:
             return
         if where.host != goal.host:
-            self._wire.announce(root, announcement, total).wait(deadline)
+            self._crossing.send(root, call, total).wait(deadline)
             return
         # In the order of the hosts, as everywhere.
         parts = {where.host: total}
         for host in range(len(where.hosts)):
             if host != where.host:
                 parts[host] = torch.empty_like(total)
-                self._accept(where.counterpart(root, host), announcement, parts[host], deadline)
+                self._accept(where.counterpart(root, host), call, parts[host], deadline)
         first, *others = (parts[host] for host in sorted(parts))
         for part in others:
             reduction.combine(first, part, op)
         reduction.finish(first, op, self.size)
         output.detach().copy_(first.view(output.shape))
 
-    def _accept(
-        self, peer: int, announcement: Announcement, tensor: Tensor, deadline: Deadline
-    ) -> None:
-        self._wire.accept(peer, announcement, tensor, deadline).wait(deadline)
+    def _accept(self, peer: int, call: Call, tensor: Tensor, deadline: Deadline) -> None:
+        self._crossing.receive(peer, call, tensor).wait(deadline)
 
     def _broadcast(self, deadline: Deadline, tensor: Tensor, root: int) -> None:
-        announcement = self._announce(f"broadcast({_shown(tensor)})", root)
+        call = self._call(f"broadcast({shown(tensor)})", root)
         where = self._topology
         goal = where.places[root]
         buffer = flat(tensor)
@@ -288,16 +284,14 @@ class Hierarchy(GroupBackend):
             leader = where.places[where.counterpart(root, where.host)].seat
             if where.seat == leader:
                 peers = [where.counterpart(root, host) for host in range(len(where.hosts))]
-                spread(self._wire, peers, where.host, goal.host, buffer, announcement, deadline)
+                spread(self._crossing, peers, where.host, goal.host, buffer, call, deadline)
             self.local.broadcast(buffer, leader, timeout=deadline.left())
         else:
-            self._broadcast_sliced(deadline, buffer, goal, announcement)
+            self._broadcast_sliced(deadline, buffer, goal, call)
         if where.rank != root:
             _put(tensor, buffer)
 
-    def _broadcast_sliced(
-        self, deadline: Deadline, buffer: Tensor, goal: Any, announcement: Announcement
-    ) -> None:
+    def _broadcast_sliced(self, deadline: Deadline, buffer: Tensor, goal: Any, call: Call) -> None:
         """Let every rank of the root's host send a slice."""
         where = self._topology
         if where.host == goal.host:
@@ -306,14 +300,14 @@ class Hierarchy(GroupBackend):
         own = slices[where.seat]
         if where.seat < where.num_slices:
             peers = where.peers(where.seat)
-            spread(self._wire, peers, where.host, goal.host, own, announcement, deadline)
+            spread(self._crossing, peers, where.host, goal.host, own, call, deadline)
         if where.host != goal.host:
             self.local.all_gather(slices, own.clone(), timeout=deadline.left())
 
     def _all_gather(self, deadline: Deadline, outputs: Sequence[Tensor], input: Tensor) -> None:
         sizes = [output.numel() for output in outputs]
         # Every rank knows all shapes: they must agree on them.
-        announcement = self._announce(f"all_gather({_dtype(input)})", sizes)
+        call = self._call(f"all_gather({dtype_name(input.dtype)})", sizes)
         where = self._topology
         parts = [flat(output) for output in outputs]
         own = flat(input)
@@ -321,14 +315,14 @@ class Hierarchy(GroupBackend):
         self.local.all_gather(near, own, timeout=deadline.left())
         # Each rank sends its own to every other host, and takes in what is meant for its seat.
         sendings = [
-            self._wire.announce(where.counterpart(where.rank, host), announcement, own)
+            self._crossing.send(where.counterpart(where.rank, host), call, own)
             for host in range(len(where.hosts))
             if host != where.host
         ]
         far = [rank for rank in range(self.size) if not where.is_local(rank)]
         for rank in far:
             if where.counterpart(rank, where.host) == where.rank:
-                self._accept(rank, announcement, parts[rank], deadline)
+                self._accept(rank, call, parts[rank], deadline)
         for rank in far:
             seat = where.places[where.counterpart(rank, where.host)].seat
             self.local.broadcast(parts[rank], seat, timeout=deadline.left())
@@ -341,8 +335,8 @@ class Hierarchy(GroupBackend):
         self, deadline: Deadline, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp
     ) -> None:
         sizes = [input.numel() for input in inputs]
-        announcement = self._announce(
-            f"reduce_scatter({_dtype(output)}, {op.name})", sizes, op.factor
+        call = self._call(
+            f"reduce_scatter({dtype_name(output.dtype)}, {op.name})", sizes, op.factor
         )
         where = self._topology
         parts: dict[int, Tensor] = {}
@@ -357,13 +351,11 @@ class Hierarchy(GroupBackend):
             if rank == where.rank:
                 parts[where.host] = total
             else:
-                sendings.append(self._wire.announce(rank, announcement, total))
+                sendings.append(self._crossing.send(rank, call, total))
         for host in range(len(where.hosts)):
             if host != where.host:
                 parts[host] = torch.empty_like(parts[where.host])
-                self._accept(
-                    where.counterpart(where.rank, host), announcement, parts[host], deadline
-                )
+                self._accept(where.counterpart(where.rank, host), call, parts[host], deadline)
         for sending in sendings:
             sending.wait(deadline)
         first, *others = (parts[host] for host in sorted(parts))
@@ -373,13 +365,13 @@ class Hierarchy(GroupBackend):
         output.detach().copy_(first.view(output.shape))
 
     def _barrier(self, deadline: Deadline) -> None:
-        announcement = self._announce("barrier()")
+        call = self._call("barrier()")
         where = self._topology
         self.local.barrier(timeout=deadline.left())
         if where.seat == 0:
             token = torch.zeros(1, dtype=torch.uint8)
             exchange = Exchange(
-                self._wire, where.peers(0), where.host, token, ReduceOp(ReduceOp.SUM), announcement
+                self._crossing, where.peers(0), where.host, token, ReduceOp(ReduceOp.SUM), call
             )
             exchange.start()
             exchange.finish(deadline)
@@ -395,11 +387,3 @@ def _put(tensor: Tensor, buffer: Tensor) -> None:
     """Write the elements of a flat buffer into a tensor, unless they are its own memory."""
     if buffer.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
         tensor.detach().copy_(buffer.view(tensor.shape))
-
-
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _shown(tensor: Tensor) -> str:
-    return f"{_dtype(tensor)}{list(tensor.shape)}".replace(" ", "")

@@ -8,13 +8,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from phalanx import _native, bystanders
+from phalanx.backends.engines.mailbox import Pending
 from phalanx.backends.hierarchy.warden import Warden
-from phalanx.errors import DistBackendError, DistTimeout, PeerFailed, expected
+from phalanx.errors import CollectiveMismatch, DistBackendError, DistTimeout, PeerFailed
 from phalanx.types import Deadline
-from phalanx.work import Work
 
 SLICE = 0.4  # seconds between two looks at what the other hosts tell
 _GRACE = 5.0  # after an engine has failed, until somebody has said why
+
+
+def _nothing() -> None:
+    pass
 
 
 class Vigil:
@@ -25,29 +29,25 @@ class Vigil:
         self._group = group
         self._global_ranks = global_ranks
 
-    def wait(self, work: Work, deadline: Deadline, needs: Sequence[int], doing: str = "") -> None:
-        """Wait for a work of the engine that takes these ranks.
+    def wait(
+        self, work: Pending, deadline: Deadline, needs: Sequence[int], doing: str = ""
+    ) -> None:
+        """Wait for a message that takes these ranks.
 
-        ``doing`` says what for, if only a new action of theirs can end the wait: then it may be
-        part of a deadlock.
+        ``doing`` says what for, if only a new action of theirs can end the wait: until the message
+        has begun to come it may be part of a deadlock.
         """
-        if self._warden is None:
-            work.wait(deadline.left())
-            return
         with self.shown(doing, deadline, needs) as check:
-            while True:
-                left = deadline.left()
-                try:
-                    with expected():
-                        work.wait(min(left, SLICE))
-                    return
-                except DistTimeout as error:
-                    self.look(needs, check)
-                    if left <= SLICE:
-                        raise self._timeout(needs) from error
-                except DistBackendError as error:
-                    self._explain(error, needs)
-                    raise
+            while not work.ended(min(deadline.left(), SLICE)):
+                self.look(needs, check if work.is_awaited() else _nothing)
+                if deadline.left() <= 0:
+                    raise self._timeout(needs)
+            error = work.exception()
+            if error is None:
+                return
+        if isinstance(error, DistBackendError) and not isinstance(error, CollectiveMismatch):
+            self._explain(error, needs)
+        raise error
 
     @contextmanager
     def shown(
@@ -59,7 +59,7 @@ class Vigil:
         """
         is_lane = bystanders.includes(threading.current_thread())
         if self._warden is None or not doing or is_lane:
-            yield lambda: None
+            yield _nothing
             return
         kind = doing.partition("(")[0]
         ranks = [self._global_ranks[rank] for rank in needs]
@@ -70,7 +70,7 @@ class Vigil:
         finally:
             waiting.close()
 
-    def look(self, needs: Sequence[int], check: Callable[[], None] = lambda: None) -> None:
+    def look(self, needs: Sequence[int], check: Callable[[], None] = _nothing) -> None:
         """Raise what is known to keep a wait for these ranks from ending.
 
         ``check`` is what `shown` gave: others may have left over a deadlock that this is part of.
@@ -82,6 +82,8 @@ class Vigil:
 
     def _explain(self, error: DistBackendError, needs: Sequence[int]) -> None:
         """Raise in place of an engine's error what the other hosts say of its cause."""
+        if self._warden is None:
+            return
         limit = time.monotonic() + _GRACE
         while time.monotonic() < limit:
             self.look(needs)

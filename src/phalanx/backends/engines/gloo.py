@@ -1,0 +1,152 @@
+"""Gloo as a wire.
+
+A wait that expires makes Gloo close all connections of the group, so nothing here waits with a
+deadline; deadlines are kept above. A receive that is too small for its message ends the process,
+so frames come first and say how long a payload is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx import bystanders
+from phalanx.backends.engines import frames
+from phalanx.backends.engines.helpers import Helpers
+from phalanx.backends.engines.wire import Deliver, End, Lose, Wire
+from phalanx.errors import PeerFailed
+
+_FOR_EVER = timedelta(days=365)
+_FRAMES = 0  # the tag of frames; payloads have their numbers, from 1
+_CLOSING = 0x7FFFFFFF  # the tag of a message that nobody sends
+_AHEAD = 2  # frames that a peer can send before the first of them is read
+_IN_FLIGHT = 64  # frames to one peer before somebody looks whether it takes them
+_CLOSE_SECONDS = 5.0  # for peers to take the last frames
+
+
+class GlooWire(Wire):
+    """The connections of one ProcessGroupGloo: a thread per peer takes its frames."""
+
+    def __init__(self, group: Any, rank: int, size: int) -> None:
+        self._group = group
+        self._peers = [peer for peer in range(size) if peer != rank]
+        self._sent: dict[int, deque[Any]] = {peer: deque() for peer in self._peers}
+        self._numbers = dict.fromkeys(self._peers, 0)
+        self._helpers = Helpers("phalanx-gloo")
+        self._closed = False
+        self._readers: list[threading.Thread] = []
+
+    def start(self, deliver: Deliver, lose: Lose) -> None:
+        for peer in self._peers:
+            thread = threading.Thread(
+                target=self._read,
+                args=(peer, deliver, lose),
+                name=f"phalanx-gloo-{peer}",
+                daemon=True,
+            )
+            self._readers.append(bystanders.mark(thread))
+            thread.start()
+
+    def _read(self, peer: int, deliver: Deliver, lose: Lose) -> None:
+        try:
+            ahead = deque(self._expect(peer) for _ in range(_AHEAD))
+            while not self._closed:
+                work, buffer = ahead.popleft()
+                work.wait(_FOR_EVER)
+                frame = frames.unpack(buffer)
+                ahead.append(self._expect(peer))
+                deliver(peer, frame)
+        except RuntimeError as error:
+            if not self._closed:
+                lose(peer, _first_line(error))
+
+    def _expect(self, peer: int) -> tuple[Any, Tensor]:
+        buffer = torch.empty(frames.FRAME_BYTES, dtype=torch.uint8)
+        return self._group.recv([buffer], peer, _FRAMES), buffer
+
+    def send(self, frame: Tensor, dst: int) -> None:
+        sent = self._sent[dst]
+        try:
+            sent.append(self._group.send([frame], dst, _FRAMES))
+        except RuntimeError as error:
+            raise PeerFailed(f"rank {dst} of the group is gone: {_first_line(error)}") from error
+        if len(sent) > _IN_FLIGHT:
+            oldest = [sent.popleft() for _ in range(_IN_FLIGHT // 2)]
+            self._wait_for(oldest).wait()
+
+    def _wait_for(self, works: list[Any]) -> threading.Event:
+        """Return an event that comes when all works have ended, well or not."""
+        done = threading.Event()
+
+        def wait() -> None:
+            for work in works:
+                with suppress(RuntimeError):
+                    work.wait(_FOR_EVER)
+            done.set()
+
+        self._helpers.run(wait)
+        return done
+
+    def number(self, dst: int) -> int:
+        self._numbers[dst] = self._numbers[dst] % (_CLOSING - 1) + 1
+        return self._numbers[dst]
+
+    def offer(self, payload: Tensor, dst: int, number: int, end: End) -> None:
+        self._start(partial(self._group.send, [payload], dst, number), end)
+
+    def take(self, payload: Tensor, src: int, number: int, end: End) -> None:
+        if payload.numel() == 0:
+            end("")
+            return
+        self._start(partial(self._group.recv, [payload], src, number), end)
+
+    def _start(self, start: Any, end: End) -> None:
+        try:
+            work = start()
+        except RuntimeError as error:
+            end(_first_line(error))
+            return
+
+        def wait() -> None:
+            try:
+                work.wait(_FOR_EVER)
+            except RuntimeError as error:
+                end(_first_line(error))
+            else:
+                end("")
+
+        if threading.current_thread() in self._readers:
+            wait()  # what comes next from this peer comes after it
+        else:
+            self._helpers.run(wait)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._wait_for([work for sent in self._sent.values() for work in sent]).wait(_CLOSE_SECONDS)
+        self._closed = True
+        if self._peers:
+            # Nothing but a wait that expires ends the waits of other threads.
+            with suppress(RuntimeError):
+                waited = self._group.recv([torch.empty(1)], self._peers[0], _CLOSING)
+                waited.wait(timedelta(milliseconds=1))
+        for thread in self._readers:
+            if thread is not threading.current_thread():
+                thread.join(_CLOSE_SECONDS)
+        self._helpers.close(_CLOSE_SECONDS)
+        self._group = None
+
+
+def _first_line(error: RuntimeError) -> str:
+    """Return what Gloo says, without its source lines and advice."""
+    text = str(error).partition("\n")[0]
+    if text.startswith("["):
+        text = text.partition("] ")[2]
+    return text.partition(". This is")[0]

@@ -1,0 +1,200 @@
+"""Who gets which message: those that have arrived, those that are waited for, and who is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
+from torch import Tensor
+
+from phalanx.backends.base import COLLECTIVE
+from phalanx.backends.engines.frames import Frame
+from phalanx.errors import DistBackendError
+from phalanx.types import Deadline, Timeout, seconds
+from phalanx.work import Work
+
+
+class Failure(NamedTuple):
+    """Why nothing more will come. Whoever waits makes an error of it, in its own thread."""
+
+    kind: type[DistBackendError]
+    text: str
+    ends_collectives: bool = False  # whoever is gone has not left, but failed
+
+
+class Arrival(NamedTuple):
+    """A message that is here, or whose bytes can be asked for."""
+
+    source: int
+    frame: Frame
+
+
+class Pending(Work):
+    """A message on its way. Whoever carries it calls ``finish`` or ``give_up``, once.
+
+    ``title()`` says what it is, ``stall(event, seconds)`` waits for an event, and ``expired(work,
+    limit)`` raises when that has taken too long.
+    """
+
+    def __init__(
+        self,
+        title: Callable[[], str],
+        tensor: Tensor,
+        limit: float,
+        stall: Callable[[threading.Event, float], bool],
+        expired: Callable[[Pending, float], None],
+    ) -> None:
+        self.title = title
+        self.tensor = tensor
+        self._limit = limit
+        self._deadline = Deadline(limit)
+        self._stall = stall
+        self._expired = expired
+        self._failure: Failure | None = None
+        self._error: BaseException | None = None
+        self._source = -1
+        self.done = threading.Event()
+
+    def finish(self, source: int = -1) -> None:
+        self._source = source
+        self.done.set()
+
+    def give_up(self, failure: Failure) -> None:
+        self._failure = failure
+        self.done.set()
+
+    def wait(self, timeout: Timeout | None = None) -> bool:
+        if not self.done.is_set():
+            limit = self._limit if timeout is None else seconds(timeout)
+            left = self._deadline.left() if timeout is None else limit
+            while not self._stall(self.done, left):
+                self._expired(self, limit)  # raises, unless the end is near
+        error = self.exception()
+        if error is not None:
+            raise error
+        return True
+
+    def is_completed(self) -> bool:
+        return self.ended(0)
+
+    def ended(self, within: float) -> bool:
+        """Say whether it ends, well or not, in so many seconds."""
+        return self.done.is_set() or self._stall(self.done, within)
+
+    def is_awaited(self) -> bool:
+        """Say whether nothing has come of it yet."""
+        return False
+
+    def exception(self) -> BaseException | None:
+        if self._failure is not None and self._error is None:
+            self._error = self._failure.kind(f"{self.title()}: {self._failure.text}")
+        return self._error
+
+    def result(self) -> list[Tensor]:
+        return [self.tensor]
+
+
+class Receipt(Pending):
+    """A message that is waited for."""
+
+    source: int | None = None  # whom it must come from
+    tag: int = 0
+    accept: Callable[[int, bytes], Failure | None] | None = None
+    matched = False  # its message has begun to come
+
+    def is_awaited(self) -> bool:
+        return not (self.matched or self.done.is_set())
+
+    def source_rank(self) -> int:
+        return super().source_rank() if self._source < 0 else self._source
+
+    def fits(self, arrival: Arrival) -> bool:
+        return self.source is None or self.source == arrival.source
+
+
+class Mailbox:
+    """Matches messages and receipts, in the order in which each came, per tag."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._lock = threading.Lock()
+        self._arrivals: defaultdict[int, list[Arrival]] = defaultdict(list)
+        self._receipts: defaultdict[int, list[Receipt]] = defaultdict(list)
+        self._others = set(range(size)) - {rank}
+        self.gone: dict[int, Failure] = {}
+        self.broken: Failure | None = None
+
+    def deliver(self, arrival: Arrival) -> Receipt | None:
+        """Return who waits for a message; if nobody does, keep it."""
+        tag = arrival.frame.tag
+        with self._lock:
+            waiting = self._receipts[tag]
+            for i, receipt in enumerate(waiting):
+                if receipt.fits(arrival):
+                    del waiting[i]
+                    receipt.matched = True
+                    return receipt
+            self._arrivals[tag].append(arrival)
+        return None
+
+    def post(self, receipt: Receipt) -> Arrival | None:
+        """Return the message that a receipt is for, or keep the receipt; it may be given up."""
+        with self._lock:
+            if self.broken is None:
+                here = self._arrivals[receipt.tag]
+                for i, arrival in enumerate(here):
+                    if receipt.fits(arrival):
+                        del here[i]
+                        receipt.matched = True
+                        return arrival
+            failure = self.broken or self._hopeless(receipt)
+            if failure is None:
+                self._receipts[receipt.tag].append(receipt)
+        if failure is not None:
+            receipt.give_up(failure)
+        return None
+
+    def withdraw(self, receipt: Receipt) -> bool:
+        """Take a receipt back; False if its message has come."""
+        with self._lock:
+            waiting = self._receipts[receipt.tag]
+            if receipt not in waiting:
+                return False
+            waiting.remove(receipt)
+        return True
+
+    def lose(self, peer: int, failure: Failure) -> None:
+        """Give up what can only come from a rank that is gone, and for a collective all."""
+        with self._lock:
+            self.gone.setdefault(peer, failure)
+            lost = [
+                (receipt, why)
+                for waiting in self._receipts.values()
+                for receipt in waiting
+                if (why := self._hopeless(receipt)) is not None
+            ]
+            for receipt, _ in lost:
+                self._receipts[receipt.tag].remove(receipt)
+        for receipt, why in lost:
+            receipt.give_up(why)
+
+    def break_off(self, failure: Failure) -> None:
+        """Give up everything, now and from now on."""
+        with self._lock:
+            self.broken = self.broken or failure
+            lost = [receipt for waiting in self._receipts.values() for receipt in waiting]
+            self._receipts.clear()
+        for receipt in lost:
+            receipt.give_up(failure)
+
+    def _hopeless(self, receipt: Receipt) -> Failure | None:
+        if receipt.tag == COLLECTIVE:
+            for failure in self.gone.values():
+                if failure.ends_collectives:
+                    return failure
+        if receipt.source is not None:
+            return self.gone.get(receipt.source)
+        if self._others and self._others <= self.gone.keys():
+            return next(iter(self.gone.values()))
+        return None

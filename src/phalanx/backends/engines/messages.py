@@ -1,0 +1,366 @@
+"""A backend on any wire: messages with tags and deadlines, and collectives that are checked.
+
+Each message says how many bytes it has and, in a collective, which one it belongs to: what does not
+fit is found before anything is written.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from phalanx import errors
+from phalanx.backends.base import COLLECTIVE
+from phalanx.backends.engines import frames, sites
+from phalanx.backends.engines.calls import Call, differ, running
+from phalanx.backends.engines.collectives import Collectives, Part
+from phalanx.backends.engines.frames import Frame
+from phalanx.backends.engines.mailbox import Arrival, Failure, Mailbox, Pending, Receipt
+from phalanx.backends.engines.wire import Wire
+from phalanx.errors import CollectiveMismatch, DistBackendError, DistTimeout, PeerFailed
+from phalanx.types import Deadline
+from phalanx.work import CompletedWork, Work
+
+# A message that has begun to come may take this much longer than its receiver wanted to wait.
+_GRACE = 5.0
+
+Accept = Callable[[int, bytes], Failure | None]
+
+_open_engines: weakref.WeakSet[MessageEngine] = weakref.WeakSet()
+
+
+class MessageEngine(Collectives):
+    """A group on a wire.
+
+    Beyond what every backend does, a message can have a ``label``, at most `frames.LABEL_BYTES`
+    bytes that travel with it, and a receive can ``accept`` it: a function that gets the source and
+    the label before anything is written, and returns why the message is refused, or None.
+    """
+
+    def __init__(
+        self, name: str, wire: Wire, rank: int, ranks: Sequence[int], timeout: float, group: str
+    ) -> None:
+        super().__init__(rank, len(ranks), timeout)
+        self.name = name
+        self.global_ranks = list(ranks)
+        self._group = group
+        self._wire = wire
+        self._mailbox = Mailbox(rank, len(ranks))
+        self._locks = [threading.Lock() for _ in range(self.size)]
+        self._offers: set[Pending] = set()
+        self._closed = False
+        _open_engines.add(self)
+        wire.start(self._deliver, self._lost)
+
+    # Messages
+
+    def send(
+        self,
+        tensor: Tensor,
+        dst: int,
+        tag: int = 0,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+        label: bytes = b"",
+    ) -> Work | None:
+        what = functools.partial(self._title, "send to", dst, tag, sites.here())
+        failure = self._mailbox.broken or self._mailbox.gone.get(dst)
+        if failure is not None:
+            raise failure.kind(f"{what()}: {failure.text}")
+        data = frames.as_bytes(tensor)
+        if dst == self.rank:
+            frame = Frame(frames.MESSAGE, tag, data.nbytes, 0, label, data.clone())
+            self._deliver(self.rank, frame)
+        elif frames.fits(data.nbytes, label):
+            with self._locks[dst]:
+                self._post(frames.MESSAGE, dst, tag, data.nbytes, 0, label, data)
+        else:
+            work = self._offer(data, tensor, dst, tag, label, what, timeout)
+            if async_op:
+                return work
+            work.wait()
+        return CompletedWork([tensor]) if async_op else None
+
+    def _offer(
+        self,
+        data: Tensor,
+        tensor: Tensor,
+        dst: int,
+        tag: int,
+        label: bytes,
+        what: Callable[[], str],
+        timeout: float | None,
+    ) -> Pending:
+        """Send a message in two parts: its frame, and the bytes when they are asked for."""
+        limit = self.timeout if timeout is None else timeout
+        work = Pending(what, tensor, limit, self._wire.stall, self._send_expired)
+        self._offers.add(work)
+
+        def end(why: str) -> None:
+            self._offers.discard(work)
+            if not why:
+                work.finish()
+            else:
+                work.give_up(self._mailbox.broken or self._mailbox.gone.get(dst) or _broken(why))
+
+        with self._locks[dst]:
+            number = self._wire.number(dst)
+            self._post(frames.MESSAGE, dst, tag, data.nbytes, number, label, frames.NOTHING)
+            self._wire.offer(data, dst, number, end)
+        return work
+
+    def _post(self, kind: int, dst: int, *fields: Any) -> None:
+        self._wire.send(frames.pack(kind, *fields), dst)
+
+    def recv(
+        self,
+        tensor: Tensor,
+        src: int | None,
+        tag: int = 0,
+        *,
+        timeout: float | None = None,
+        async_op: bool = False,
+        accept: Accept | None = None,
+    ) -> Work | int:
+        what = functools.partial(self._title, "recv from", src, tag, sites.here())
+        receipt = self._receipt(tensor, src, tag, timeout, accept, what)
+        if async_op:
+            return receipt
+        receipt.wait()
+        return receipt.source_rank()
+
+    def _receipt(
+        self,
+        tensor: Tensor,
+        src: int | None,
+        tag: int,
+        timeout: float | None,
+        accept: Accept | None,
+        what: Callable[[], str],
+    ) -> Receipt:
+        limit = self.timeout if timeout is None else timeout
+        receipt = Receipt(what, tensor.detach(), limit, self._wire.stall, self._recv_expired)
+        receipt.source, receipt.tag, receipt.accept = src, tag, accept
+        arrival = self._mailbox.post(receipt)
+        if arrival is not None:
+            self._bring(arrival, receipt)
+        return receipt
+
+    def _bring(self, arrival: Arrival, receipt: Receipt) -> None:
+        """Bring the bytes of a message where they belong, or refuse it."""
+        source, frame = arrival
+        tensor = receipt.tensor
+        failure = receipt.accept(source, frame.label) if receipt.accept else None
+        if failure is None and frame.num_bytes != tensor.nbytes:
+            failure = Failure(
+                DistBackendError,
+                f"the message of rank {self.global_ranks[source]} has {frame.num_bytes} bytes, "
+                f"but there is room for {tensor.nbytes} ({tensor.dtype}{list(tensor.shape)}): "
+                "send and receive tensors of one size",
+            )
+        if failure is not None:
+            # Its bytes must be taken all the same: the sender waits for that.
+            if frame.number:
+                waste = torch.empty(frame.num_bytes, dtype=torch.uint8)
+                self._wire.take(waste, source, frame.number, lambda why: None)
+            receipt.give_up(failure)
+            return
+        whole = tensor.is_contiguous()
+        buffer = frames.as_bytes(tensor if whole else torch.empty_like(tensor).contiguous())
+        if frame.data is not None:
+            buffer.copy_(frame.data)
+            _write(tensor, buffer, whole)
+            receipt.finish(source)
+            return
+
+        def end(why: str) -> None:
+            if why:
+                gone = self._mailbox.broken or self._mailbox.gone.get(source)
+                receipt.give_up(gone or _broken(why))
+            else:
+                _write(tensor, buffer, whole)
+                receipt.finish(source)
+
+        self._wire.take(buffer, source, frame.number, end)
+
+    def _title(self, name: str, peer: int | None, tag: int, site: str) -> str:
+        who = "any rank" if peer is None else f"rank {self.global_ranks[peer]}"
+        tagged = f" (tag {tag})" if tag > 0 else ""
+        return f"{name} {who}{tagged} on {self._me()}{f', {site}' if site else ''}"
+
+    def _me(self) -> str:
+        return f"rank {self.global_ranks[self.rank]} of group {self._group!r} ({self.name})"
+
+    # What happens when time is over
+
+    def _recv_expired(self, work: Pending, limit: float) -> None:
+        receipt = cast(Receipt, work)
+        if self._mailbox.withdraw(receipt):
+            raise DistTimeout(f"{receipt.title()}: no message has come within {limit:g} s")
+        if not self._wire.stall(receipt.done, _GRACE):
+            self._give_up(receipt, limit, "which had begun to come")
+
+    def _send_expired(self, work: Pending, limit: float) -> None:
+        self._give_up(work, limit, "which was not taken")
+
+    def _give_up(self, work: Pending, limit: float, state: str) -> None:
+        text = f"{work.title()}: gave up the message, {state}, after {limit:g} s"
+        self.abort(f"{text}; the group cannot be used any more")
+        raise DistTimeout(f"{text}; the group cannot be used any more")
+
+    # Collectives
+
+    def _issue(
+        self,
+        outputs: Sequence[Tensor],
+        timeout: float | None,
+        async_op: bool,
+        step: Callable[..., None],
+        *args: Any,
+    ) -> Work | None:
+        call = Call.of(step.__name__, args, self._issued + 1, sites.here())
+        limit = self.timeout if timeout is None else timeout
+
+        def checked(deadline: Deadline, *args: Any) -> None:
+            with running(self, call, limit):
+                step(deadline, *args)
+
+        return super()._issue(outputs, timeout, async_op, checked, *args)
+
+    def _exchange(self, deadline: Deadline, gives: Sequence[Part], takes: Sequence[Part]) -> None:
+        call = self.call
+        assert call is not None
+        accept = functools.partial(self._belongs, call)
+        left = deadline.left()
+        works: list[Work | None] = [
+            self._receipt(
+                tensor, peer, COLLECTIVE, left, accept, functools.partial(self._waiting, call, peer)
+            )
+            for tensor, peer in takes
+        ]
+        label = call.label()
+        for tensor, peer in gives:
+            works.append(
+                self.send(tensor, peer, COLLECTIVE, timeout=left, async_op=True, label=label)
+            )
+        for work in works:
+            assert work is not None
+            work.wait(deadline.left())
+
+    call: Call | None = None  # the collective that runs, one at a time
+
+    def _waiting(self, call: Call, peer: int) -> str:
+        return f"{call} on {self._me()}, waiting for rank {self.global_ranks[peer]}"
+
+    def _belongs(self, call: Call, source: int, label: bytes) -> Failure | None:
+        theirs = Call.read(label)
+        if theirs == call:
+            return None
+        ranks = self.global_ranks
+        text = differ(self._group, {ranks[self.rank]: call, ranks[source]: theirs})
+        return Failure(CollectiveMismatch, text)
+
+    # Who is there
+
+    def _deliver(self, source: int, frame: Frame) -> None:
+        if frame.kind == frames.MESSAGE:
+            arrival = Arrival(source, frame)
+            receipt = self._mailbox.deliver(arrival)
+            if receipt is not None:
+                self._bring(arrival, receipt)
+            return
+        rank = self.global_ranks[source]
+        reason = "" if frame.data is None else _text(frame.data)
+        if frame.kind == frames.LEAVING:
+            failure = Failure(PeerFailed, f"rank {rank} has left the group")
+            self._mailbox.lose(source, failure)
+        elif frame.kind == frames.FAILED:
+            self._mailbox.lose(source, Failure(PeerFailed, f"rank {rank} {reason}", True))
+        else:
+            kind = getattr(errors, frame.label.decode())
+            self._break_off(Failure(kind, f"rank {rank} aborted the group: {reason}"))
+
+    def _lost(self, peer: int, why: str) -> None:
+        rank = self.global_ranks[peer]
+        text = f"the connection to rank {rank} is gone: it has died, or cannot be reached ({why})"
+        self._mailbox.lose(peer, Failure(PeerFailed, text, True))
+
+    def _break_off(self, failure: Failure) -> None:
+        self._mailbox.break_off(failure)
+        for work in list(self._offers):
+            work.give_up(failure)
+
+    def _tell(self, kind: int, reason: str = "", label: bytes = b"") -> None:
+        text = reason.encode()[: frames.FRAME_BYTES // 2]
+        data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else frames.NOTHING
+        for peer in self._others():
+            if peer not in self._mailbox.gone:
+                with suppress(DistBackendError), self._locks[peer]:
+                    self._post(kind, peer, 0, data.nbytes, 0, label, data)
+
+    def abort(self, reason: str, kind: type[DistBackendError] = DistBackendError) -> None:
+        if self._closed or self._mailbox.broken is not None:
+            return
+        self._break_off(Failure(kind, f"the group was aborted: {reason}"))
+        self._tell(frames.ABORTED, reason, kind.__name__.encode())
+
+    def fail(self, reason: str) -> None:
+        if not self._closed:
+            self._tell(frames.FAILED, reason)
+            self._break_off(Failure(DistBackendError, f"this rank {reason}"))
+
+    def describe(self, rank: int) -> str:
+        failure = self._mailbox.gone.get(rank)
+        return "" if failure is None else failure.text.removeprefix("the connection to ")
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        _open_engines.discard(self)
+        self._tell(frames.LEAVING)
+        self._break_off(Failure(DistBackendError, f"the group was closed on {self._me()}"))
+        super().close()
+        self._wire.close()
+
+
+def _text(data: Tensor) -> str:
+    return data.numpy().tobytes().decode(errors="replace")
+
+
+def _broken(why: str) -> Failure:
+    return Failure(DistBackendError, f"the engine gave up: {why}")
+
+
+def _write(tensor: Tensor, buffer: Tensor, whole: bool) -> None:
+    """Bring bytes into a tensor whose memory they are not."""
+    if not whole:
+        with torch.no_grad():
+            tensor.copy_(buffer.view(tensor.dtype).view(tensor.shape))
+
+
+# A forked child is not this rank, and does not speak for it.
+os.register_at_fork(after_in_child=_open_engines.clear)
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    # As for the local engine: who ends by an exception (kept in sys.last_value) says so.
+    error = getattr(sys, "last_value", None)
+    for engine in list(_open_engines):
+        if error is not None:
+            story = "".join(traceback.format_exception(error)).rstrip()
+            engine.fail(f"ended by an uncaught exception\n{story}")
+        engine.close()

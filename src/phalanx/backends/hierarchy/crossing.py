@@ -1,0 +1,100 @@
+"""Tensors of a collective on their way to another host and back.
+
+Each travels with the collective that it belongs to: a rank that brings something else is found out
+without a round trip, and before anything is taken in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from phalanx.backends.engines.calls import Call
+from phalanx.backends.engines.mailbox import Failure, Pending, Receipt
+from phalanx.backends.engines.messages import MessageEngine
+from phalanx.backends.hierarchy.vigil import Vigil
+from phalanx.errors import CollectiveMismatch
+from phalanx.types import Deadline
+from phalanx.work import Work
+
+_TAG = -3
+
+Differ = Callable[[Call, Call, int], str]
+
+
+class Crossing:
+    """One rank's way to the ranks of other hosts, for collectives.
+
+    ``differ(mine, theirs, peer)`` says what is wrong if a peer is in another one.
+    """
+
+    def __init__(self, engine: MessageEngine, vigil: Vigil, differ: Differ) -> None:
+        self._engine = engine
+        self._vigil = vigil
+        self._differ = differ
+
+    def send(self, peer: int, call: Call, tensor: Tensor) -> Sending:
+        """Begin to send a flat tensor."""
+        work = self._engine.send(tensor, peer, _TAG, async_op=True, label=call.label())
+        return Sending(work, tensor, self._vigil, peer)
+
+    def receive(self, peer: int, call: Call, tensor: Tensor) -> Coming:
+        """Begin to receive a flat tensor."""
+        accept = partial(self._accept, call)
+        work = self._engine.recv(tensor, peer, _TAG, async_op=True, accept=accept)
+        return Coming(cast(Receipt, work), self._vigil, peer, call)
+
+    def _accept(self, call: Call, source: int, label: bytes) -> Failure | None:
+        theirs = Call.read(label)
+        if theirs == call:
+            return None
+        return Failure(CollectiveMismatch, self._differ(call, theirs, source))
+
+
+class Sending:
+    """What is being sent: it must not change before it has left."""
+
+    def __init__(self, work: Work | None, tensor: Tensor, vigil: Vigil, peer: int) -> None:
+        self._work = work
+        self._tensor = tensor  # alive as long
+        self._vigil = vigil
+        self._peer = peer
+
+    def wait(self, deadline: Deadline) -> None:
+        """Wait until it has left."""
+        if isinstance(self._work, Pending):
+            self._vigil.wait(self._work, deadline, [self._peer])
+
+
+class Coming:
+    """What is being received."""
+
+    def __init__(self, work: Receipt, vigil: Vigil, peer: int, call: Call) -> None:
+        self._work = work
+        self._vigil = vigil
+        self._peer = peer
+        self._call = call
+
+    def wait(self, deadline: Deadline) -> None:
+        """Wait until it is there."""
+        self._vigil.wait(self._work, deadline, [self._peer], self._call.what)
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """Return the elements in one dimension: the tensor's own memory if it is contiguous."""
+    # Strides of what has one element or none mean nothing, and may be anything.
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+
+
+def shown(tensor: Tensor) -> str:
+    """Describe a tensor as the engine's reports do: "float32[3,4]"."""
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".replace(" ", "")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype without torch's name."""
+    return str(dtype).removeprefix("torch.")
