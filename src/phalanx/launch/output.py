@@ -44,6 +44,11 @@ def styled(text: str, code: int | str, stream: IO[str]) -> str:
     return f"\x1b[{code}m{text}\x1b[0m" if wants_colour(stream) else text
 
 
+def label(rank: int, stream: IO[str]) -> str:
+    """Return what stands before a line of a rank."""
+    return styled(f"[rank {rank}] ", _COLOURS[rank % len(_COLOURS)], stream)
+
+
 class Screen:
     """Standard output and error, shared by all ranks.
 
@@ -137,7 +142,7 @@ class Speaker:
     def __init__(self, rank: int, screen: Screen, stream: IO[str], log: Path | None) -> None:
         self._screen = screen
         self._stream = stream
-        self._label = styled(f"[rank {rank}] ", _COLOURS[rank % len(_COLOURS)], stream)
+        self._label = label(rank, stream)
         self._log = log.open("wb") if log else None
         self._rest = b""
         self.last: deque[str] = deque(maxlen=_KEPT_LINES)

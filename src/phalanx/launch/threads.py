@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from phalanx import bystanders, logs, random, world
 from phalanx.debug import watch
+from phalanx.launch.identity import here
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle
 from phalanx.stores import HashStore
 
@@ -104,6 +105,7 @@ class _Rank:
 
     def __init__(self, rank: int, rng: bool) -> None:
         self.rank = rank
+        self.outer = here.rank
         self.slot = _Slot()
         self.stream = random.Stream() if rng else None
 
@@ -120,16 +122,16 @@ class _Rank:
     @contextmanager
     def identity(self) -> Iterator[None]:
         """Make the calling thread one of this rank."""
-        outer = getattr(_here, "rank", None)
+        outer = here.rank
         with ExitStack() as stack:
             stack.enter_context(world.bind(self.slot))
             if self.stream is not None:
                 stack.enter_context(random.draw_from(self.stream))
-            _here.rank = self
+            here.rank = self
             try:
                 yield
             finally:
-                _here.rank = outer
+                here.rank = outer
 
 
 class _Threads:
@@ -212,18 +214,15 @@ class _Threads:
         self._wait()
 
 
-_here = threading.local()  # .rank: the _Rank that the thread belongs to
-
-
 @contextmanager
 def _nobody() -> Iterator[None]:
     """Have threads started meanwhile belong to no rank."""
-    outer = getattr(_here, "rank", None)
-    _here.rank = None
+    outer = here.rank
+    here.rank = None
     try:
         yield
     finally:
-        _here.rank = outer
+        here.rank = outer
 
 
 _start = threading.Thread.start
@@ -232,7 +231,7 @@ _submit = ThreadPoolExecutor.submit
 
 def _start_as_rank(self: threading.Thread) -> None:
     """Start a thread that belongs to the rank of the thread that starts it."""
-    rank: _Rank | None = getattr(_here, "rank", None)
+    rank = cast("_Rank | None", here.rank)
     if rank is not None and not bystanders.includes(self):
         run = self.run
         rank.count_thread(1)
@@ -259,7 +258,7 @@ def _submit_as_rank(
     self: ThreadPoolExecutor, fn: Callable[..., T], /, *args: Any, **kwargs: Any
 ) -> Future[T]:
     """Submit a task that belongs to the rank that submits it; a worker may serve several ranks."""
-    rank: _Rank | None = getattr(_here, "rank", None)
+    rank = cast("_Rank | None", here.rank)
     if rank is None:
         return _submit(self, fn, *args, **kwargs)
 
