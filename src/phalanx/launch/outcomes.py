@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import phalanx
@@ -47,13 +49,25 @@ def story(error: BaseException) -> str:
     What the package itself diagnoses is about the program that called it.
     """
     told = traceback.TracebackException.from_exception(error)
-    frames = list(told.stack)
-    while frames and frames[0].filename.startswith(_PACKAGE):
-        del frames[0]
+    frames = _without_launcher(told.stack)
     while frames and isinstance(error, DistError) and frames[-1].filename.startswith(_PACKAGE):
         del frames[-1]
     told.stack = traceback.StackSummary.from_list(frames)
     return "".join(told.format())
+
+
+def stack_of_program(frame: FrameType | None) -> str:
+    """Format where a thread of a rank stands, from where the program begins."""
+    return "".join(
+        traceback.StackSummary.from_list(_without_launcher(traceback.extract_stack(frame))).format()
+    )
+
+
+def _without_launcher(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    frames = list(stack)
+    while frames and frames[0].filename.startswith((_PACKAGE, threading.__file__)):
+        del frames[0]
+    return frames
 
 
 def as_error(error: BaseException) -> BaseException:

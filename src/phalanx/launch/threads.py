@@ -8,10 +8,9 @@ import queue
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -19,13 +18,24 @@ import torch
 
 from phalanx import bystanders, logs, random, world
 from phalanx.debug import watch
+from phalanx.launch import identity
 from phalanx.launch.identity import here
-from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle
+from phalanx.launch.outcomes import (
+    GRACE,
+    Failure,
+    as_error,
+    overdue,
+    reason,
+    settle,
+    stack_of_program,
+)
 from phalanx.stores import HashStore
 
 T = TypeVar("T")
 
 _log = logs.area("launch")
+
+_FOR_EVER = 1e8  # seconds
 
 
 def run_threads(
@@ -66,9 +76,19 @@ def run_threads(
         return result
 
     with _ranks_are_known(), watch.listening():
-        threads = _Threads(live, [_Rank(rank, rng) for rank in range(size)])
+        limit = _Limit()
+        threads = _Threads(live, [_Rank(rank, rng, limit) for rank in range(size)], limit)
         threads.run(deadline, return_exceptions)
     return settle(threads.results, threads.failures, return_exceptions)
+
+
+def lift_limits() -> None:
+    """Let the calling thread's world, and those around it, take any time: somebody looks into it.
+
+    The timeouts of their groups are lifted too, for operations that begin from now on.
+    """
+    for rank in identity.ancestry(here.rank):
+        cast(_Rank, rank).limit.lift()
 
 
 class _Stop(BaseException):
@@ -100,13 +120,49 @@ class _Slot(world.Slot):
             home.shared["roster"].count_threads(home.rank, by)
 
 
+class _Limit:
+    """Until when the ranks of one world may run."""
+
+    def __init__(self) -> None:
+        self._when = float("inf")
+        self._is_lifted = False
+        self._slots: list[_Slot] = []
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left."""
+        return float("inf") if self._is_lifted else self._when - time.monotonic()
+
+    def add(self, slot: _Slot) -> _Slot:
+        """Know the slot of one of the ranks, and return it."""
+        self._slots.append(slot)
+        return slot
+
+    def bring_forward(self, seconds: float) -> None:
+        """Let the ranks run for so long from now on, or less if that was said before."""
+        self._when = min(self._when, time.monotonic() + seconds)
+
+    def lift(self) -> None:
+        """Let the ranks run for ever, and wait for each other for ever."""
+        self._is_lifted = True
+        for slot in self._slots:
+            for group in [] if slot.world is None else list(slot.world.groups.values()):
+                group.set_timeout(_FOR_EVER)
+
+    def restore(self, seconds: float) -> None:
+        """Let the ranks run for so long from now on, whatever was said before."""
+        self._is_lifted = False
+        self._when = time.monotonic() + seconds
+
+
 class _Rank:
     """Who a thread is: the rank's world and random stream."""
 
-    def __init__(self, rank: int, rng: bool) -> None:
+    def __init__(self, rank: int, rng: bool, limit: _Limit) -> None:
         self.rank = rank
         self.outer = here.rank
-        self.slot = _Slot()
+        self.limit = limit
+        self.slot = limit.add(_Slot())
         self.stream = random.Stream() if rng else None
 
     def count_thread(self, by: int) -> None:
@@ -137,19 +193,19 @@ class _Rank:
 class _Threads:
     """The rank threads of one world while they run."""
 
-    def __init__(self, live: Callable[[int], Any], ranks: list[_Rank]) -> None:
+    def __init__(self, live: Callable[[int], Any], ranks: list[_Rank], limit: _Limit) -> None:
         self.live = live
         self.ranks = ranks
         self.results: list[Any] = [None] * len(ranks)
         self.failures: list[Failure] = []
         self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.running: dict[int, threading.Thread] = {}
-        self.limit = float("inf")
+        self.limit = limit
 
     def run(self, deadline: float | None, patient: bool) -> None:
         """Start the threads and wait for all; not for long after a failure unless `patient`."""
         if deadline is not None:
-            self.limit = time.monotonic() + deadline
+            self.limit.bring_forward(deadline)
         try:
             for rank in self.ranks:
                 # A daemon: a rank that cannot be stopped must not keep the interpreter alive.
@@ -180,25 +236,23 @@ class _Threads:
             _log.info("rank %d failed: %s", rank.rank, failure)
             self.failures.append(failure)
             if not patient:
-                self.limit = min(self.limit, failure.when + GRACE)
+                self.limit.bring_forward(GRACE)
             rank.slot.fail(reason(failure))
         finally:
             self.ended.put(rank.rank)
 
     def _wait(self) -> None:
         """Wait until all ranks have ended or the limit, which a failure may move, has passed."""
-        while self.running and (left := self.limit - time.monotonic()) > 0:
-            try:
-                # A rank that brings the limit closer ends at once, and so wakes this.
+        while self.running and (left := self.limit.left) > 0:
+            # A rank that brings the limit closer ends at once, and so wakes this.
+            with suppress(queue.Empty):
                 rank = self.ended.get(timeout=None if left == float("inf") else left)
-            except queue.Empty:
-                return
-            self.running.pop(rank).join()
+                self.running.pop(rank).join()
 
     def _stacks(self) -> dict[int, str]:
         frames = sys._current_frames()
         return {
-            rank: "".join(traceback.format_stack(frames.get(thread.ident or 0)))
+            rank: stack_of_program(frames.get(thread.ident or 0))
             for rank, thread in self.running.items()
         }
 
@@ -210,7 +264,7 @@ class _Threads:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop)
                 )
-        self.limit = time.monotonic() + GRACE
+        self.limit.restore(GRACE)
         self._wait()
 
 
