@@ -50,7 +50,7 @@ def story(error: BaseException) -> str:
     """
     told = traceback.TracebackException.from_exception(error)
     frames = _without_launcher(told.stack)
-    while frames and isinstance(error, DistError) and frames[-1].filename.startswith(_PACKAGE):
+    while frames and isinstance(error, DistError) and is_ours(frames[-1].filename):
         del frames[-1]
     told.stack = traceback.StackSummary.from_list(frames)
     return "".join(told.format())
@@ -65,9 +65,14 @@ def stack_of_program(frame: FrameType | None) -> str:
 
 def _without_launcher(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
     frames = list(stack)
-    while frames and frames[0].filename.startswith((_PACKAGE, threading.__file__)):
+    while frames and is_ours(frames[0].filename):
         del frames[0]
     return frames
+
+
+def is_ours(filename: str) -> bool:
+    """Say whether code in a file is what runs the program, rather than the program."""
+    return filename.startswith((_PACKAGE, threading.__file__))
 
 
 def as_error(error: BaseException) -> BaseException:
@@ -108,7 +113,7 @@ def settle(results: list[Any], failures: list[Failure], return_exceptions: bool)
             results[failure.rank] = failure.error
         return results
     if failures:
-        raise _first(failures, len(results))
+        raise first_real(failures, len(results))
     return results
 
 
@@ -117,7 +122,8 @@ def spell(ranks: Iterable[int]) -> str:
     return _native.rank_list(sorted(ranks))
 
 
-def _first(failures: list[Failure], size: int) -> BaseException:
+def first_real(failures: list[Failure], size: int) -> BaseException:
+    """Return the error of the first real failure, labelled with its rank and with the others."""
     real = [failure for failure in failures if not failure.is_echo] or failures
     together, *others = _alike(real)
     first = together[0]

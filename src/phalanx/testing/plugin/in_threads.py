@@ -1,0 +1,103 @@
+"""Run the body of a test on ranks that are threads."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from typing import Any
+
+import pytest
+
+from phalanx.launch import identity, voices
+from phalanx.launch.outcomes import Failure
+from phalanx.launch.threads import run_threads
+from phalanx.testing.handle import WorldHandle
+from phalanx.testing.plugin import debugger, output, reports
+from phalanx.testing.plugin.arguments import of_ranks
+from phalanx.testing.plugin.mark import WorldMark
+
+_FOR_EVER = 1e8  # seconds
+
+
+def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> None:
+    """Run the body once on each rank; raise the first real failure."""
+    __tracebackhide__ = True
+    failures: list[Failure] = []
+    with debugger.ready() as turn, output.kept_apart(item, arguments) as captures:
+        body = _Body(item, world, captures, turn, failures)
+        error: BaseException | None = None
+        try:
+            results = _launcher(item, world)(body)
+        except BaseException as caught:
+            error = caught
+        captures.forget_logs_of(failures)
+    if error is not None:
+        error = reports.choose(error, failures, world.size)
+        raise error if item.config.getoption("fulltrace") else reports.begin_in_program(error)
+    if any(result is not None for result in results):
+        warnings.warn(
+            pytest.PytestReturnNotNoneWarning(
+                f"{item.nodeid} returned a value on a rank: tests return None. "
+                "Did you mean to use `assert` instead of `return`?"
+            ),
+            stacklevel=2,
+        )
+
+
+def _launcher(item: pytest.Function, world: WorldMark) -> Any:
+    """Return what runs a function on the ranks of the world that the test asks for."""
+    is_traced = item.config.getoption("trace")
+    timeout = None if is_traced else world.timeout
+    group_timeout = _FOR_EVER if is_traced else world.group_timeout
+    common: dict[str, Any] = {"backend": world.backend, "rng": world.rng}
+    if world.torch:
+        make = importlib.import_module("phalanx.testing.torch_world").torch_world
+        return make(world.size, timeout=timeout, group_timeout=group_timeout, **common).run
+    if world.interleavings:
+        explore = importlib.import_module("phalanx.testing.interleavings").explore
+        seeds = range(world.interleavings) if world.seed is None else [world.seed]
+        return lambda body: explore(
+            body, world.size, seeds=seeds, timeout=timeout, group_timeout=group_timeout, **common
+        )
+    return lambda body: run_threads(
+        body, world.size, deadline=timeout, timeout=group_timeout, **common
+    )
+
+
+class _Body:
+    """The body of a test, as each rank calls it."""
+
+    def __init__(
+        self,
+        item: pytest.Function,
+        world: WorldMark,
+        captures: output.Captures,
+        turn: debugger.Turn,
+        failures: list[Failure],
+    ) -> None:
+        self._item, self._world, self._captures = item, world, captures
+        self._turn, self._failures = turn, failures
+        self._own = of_ranks(item)
+        functools.update_wrapper(self, item.function)
+
+    def __call__(self) -> Any:
+        __tracebackhide__ = True
+        member = identity.ancestry(identity.here.rank)[-1]
+        rank = member.rank
+        given = self._captures.of_rank(rank)
+        handle = WorldHandle(rank, self._world.size, "threads")
+        given |= {"rank": rank} if "rank" in self._own else {}
+        given |= {"world": handle} if "world" in self._own else {}
+        try:
+            if not self._item.config.getoption("trace"):
+                return self._item.obj(**given)
+            if rank == 0:  # --trace: pytest has wrapped the body into its debugger
+                with voices.unheard():
+                    return self._item.obj(**given)
+            return self._item.obj.__wrapped__(**given)
+        except BaseException as error:
+            self._failures.append(Failure(rank, error))
+            raise
+        finally:
+            self._turn.give_up()
