@@ -7,7 +7,7 @@ import os
 import pdb
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import FrameType
 from typing import IO
@@ -17,6 +17,9 @@ from phalanx.collectives import barrier
 from phalanx.world import World, here
 
 _NEVER = 1e8  # seconds
+
+# Called on the rank that stops, before it does; set by who has taken the terminal.
+on_stop: Callable[[], None] = lambda: None  # noqa: E731
 
 _passed: WeakKeyDictionary[World, Counter[tuple[str, int]]] = WeakKeyDictionary()
 
@@ -42,8 +45,10 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     patience = _NEVER if timeout_s is None else timeout_s
     for group in world.groups.values():
         group.set_timeout(max(group.backend.timeout, patience))
-    debugger = _Debugger(world) if world.rank == rank else None
-    if debugger is not None:
+    debugger = None
+    if world.rank == rank:
+        on_stop()
+        debugger = _Debugger(world)
         debugger.ask(caller)
     # A timeout of its own also says that whoever waits here is not deadlocked.
     barrier(timeout=patience)

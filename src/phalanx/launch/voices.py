@@ -190,15 +190,14 @@ def listen_again() -> None:
             _put()
 
 
-@contextmanager
-def unheard() -> Iterator[None]:
-    """Let what the calling thread's rank writes reach the stream beneath as it is."""
-    member = identity.ancestry(identity.here.rank)[-1]
+def let_through(member: Member) -> None:
+    """Let what a rank writes reach the stream beneath as it is, until `hear_again`."""
     _direct.add(member)
-    try:
-        yield
-    finally:
-        _direct.discard(member)
+
+
+def hear_again(member: Member) -> None:
+    """Listen to a rank that was let through."""
+    _direct.discard(member)
 
 
 def _put() -> None:

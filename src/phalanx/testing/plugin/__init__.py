@@ -58,7 +58,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     mark.check_body(node, metafunc.function)
     if sizes is not None:
         metafunc.fixturenames.append(mark.SIZE)
-        metafunc.parametrize(mark.SIZE, sizes, indirect=True, ids=[f"world={n}" for n in sizes])
+        metafunc.parametrize(mark.SIZE, sizes, indirect=True, ids=[f"world{n}" for n in sizes])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,12 +1,14 @@
-"""pdb in the body of a test: one rank at a time, while nobody's time runs out."""
+"""pdb in the body of a test: one rank at a time at the prompt, while nobody's time runs out."""
 
 from __future__ import annotations
 
+import bdb
 import pdb
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, cast
 
 import pytest
@@ -15,77 +17,134 @@ from _pytest.debugging import pytestPDB
 from phalanx.launch import identity, voices
 from phalanx.launch.identity import Member
 
-# Async exceptions, which end a rank, reach a thread only between waits.
-_LOOK_UP = 0.1
+# What ends a rank reaches its thread only between waits.
+_LOOK_UP = 0.1  # seconds
+# A rank that left the prompt for a step is expected back before another gets it; one that waits
+# for other ranks in that step is not.
+_STEP = 0.5  # seconds
 
 
-class Turn:
-    """Who of the ranks talks to the terminal."""
+class Terminal:
+    """What the ranks of one body share to talk to whoever debugs them."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: pytest.Config) -> None:
+        self._capture = config.pluginmanager.getplugin("capturemanager")
         self._free = threading.Condition()
-        self._owner: Member | None = None
-        self._ending = ExitStack()
+        self._at_prompt: Member | None = None
+        self._last: Member | None = None
+        self._left = 0.0  # when the last one left the prompt
+        self._is_over = False
 
-    def take(self) -> None:
-        """Wait until no other rank is at the prompt, and be the one that is."""
+    def begin(self) -> None:
+        """Let the calling rank be debugged: it takes as long as it likes, and is not captured."""
         from phalanx.launch.threads import lift_limits
 
-        me = identity.ancestry(identity.here.rank)[-1]
         lift_limits()
-        with self._free:
-            while self._owner not in (None, me):
-                self._free.wait(_LOOK_UP)
-            if self._owner is None:
-                self._owner = me
-                self._ending.enter_context(voices.unheard())
+        voices.let_through(_me())
 
-    def give_up(self) -> None:
-        """Let another rank take its turn, if this one has it."""
-        members = identity.ancestry(identity.here.rank)
+    def end(self, error: BaseException | None = None) -> None:
+        """Debug the calling rank no longer; none at all if it ended by quitting the debugger."""
+        voices.hear_again(_me())
         with self._free:
-            if members and self._owner is members[-1]:
-                self._ending.close()
-                self._owner = None
+            if self._last is _me():
+                self._last = None
+            self._is_over |= isinstance(error, (pytest.exit.Exception, bdb.BdbQuit))
+            self._free.notify_all()
+
+    @contextmanager
+    def prompt(self) -> Iterator[None]:
+        """Have the terminal for the calling rank alone, not captured."""
+        with self._free:
+            while self._is_taken():
+                self._free.wait(_LOOK_UP)
+            if self._is_over:
+                pytest.exit("Quitting debugger")
+            self._at_prompt = self._last = _me()
+        try:
+            self.open()
+            yield
+        finally:
+            with self._free:
+                self._at_prompt = None
+                self._left = time.monotonic()
                 self._free.notify_all()
 
+    def stop(self) -> None:
+        """Have the terminal for the calling rank, at whose `breakpoint` all others wait."""
+        self.begin()
+        self.open()
 
-_turns: list[Turn] = []  # of the bodies that run; one, unless tests run tests
+    def open(self) -> None:
+        """Suspend pytest's capturing; that of ranks that are not debugged goes on."""
+        if self._capture is not None:
+            self._capture.suspend(in_=True)
+        voices.listen_again()
+
+    def _is_taken(self) -> bool:
+        if self._is_over:
+            return False
+        returns = self._last not in (None, _me()) and time.monotonic() < self._left + _STEP
+        return self._at_prompt is not None or returns
+
+
+def _me() -> Member:
+    return identity.ancestry(identity.here.rank)[-1]
+
+
+_terminals: list[Terminal] = []  # of the bodies that run: one, unless tests run tests
 
 
 @contextmanager
-def ready() -> Iterator[Turn]:
-    """Have ranks that run meanwhile stop in pdb one after the other."""
-    turn = Turn()
-    _turns.append(turn)
-    before = pdb.set_trace, pytest.set_trace
+def ready(config: pytest.Config) -> Iterator[Terminal]:
+    """Have ranks that run meanwhile stop in pdb one at a time."""
+    from phalanx.debug import breakpoints
+
+    terminal = Terminal(config)
+    _terminals.append(terminal)
+    before = pdb.set_trace, pytest.set_trace, breakpoints.on_stop
     pdb.set_trace = pytest.set_trace = _set_trace
+    breakpoints.on_stop = terminal.stop
     try:
-        yield turn
+        yield terminal
     finally:
-        pdb.set_trace, pytest.set_trace = before
-        _turns.remove(turn)
+        pdb.set_trace, pytest.set_trace, breakpoints.on_stop = before
+        _terminals.remove(terminal)
 
 
 def _set_trace(*args: Any, **kwargs: Any) -> None:
     frame = sys._getframe().f_back
-    if identity.here.rank is not None:
-        _turns[-1].take()
-    # What pytest does itself, in the frame of the caller.
-    debugger: Any = cast(Any, pytestPDB)._init_pdb("set_trace", *args, **kwargs)
+    if identity.here.rank is None:
+        _start(*args, **kwargs).set_trace(frame)
+        return
+    terminal = _terminals[-1]
+    terminal.begin()
+    with terminal.prompt():
+        debugger = _start(*args, **kwargs)
     debugger.set_trace(frame)
 
 
+def _start(*args: Any, **kwargs: Any) -> Any:
+    """Do what pytest's own set_trace does, which would stop in the frame that calls it."""
+    return cast(Any, pytestPDB)._init_pdb("set_trace", *args, **kwargs)
+
+
 def entered(debugger: Any) -> None:
-    """Say at the prompt which rank it is of."""
-    members = identity.ancestry(identity.here.rank)
-    if _turns and members:
-        debugger.prompt = f"(rank {members[-1].rank}) "
-        voices.listen_again()
+    """Have a debugger say whose prompt it shows, and wait for the prompt of others."""
+    interact = debugger.interaction
+
+    def interaction(*args: Any, **kwargs: Any) -> Any:
+        if not _terminals or identity.here.rank is None:
+            return interact(*args, **kwargs)
+        debugger.prompt = f"(rank {_me().rank}) "
+        with _terminals[-1].prompt():
+            return interact(*args, **kwargs)
+
+    debugger.interaction = interaction
+    voices.listen_again()
 
 
 def left() -> None:
-    """Go on capturing, which pytest has resumed, by rank."""
-    if _turns:
-        _turns[-1].give_up()
-        voices.listen_again()
+    """Go on capturing by rank, once pytest has resumed to capture."""
+    if _terminals and identity.here.rank is not None:
+        _terminals[-1].end()
+    voices.listen_again()

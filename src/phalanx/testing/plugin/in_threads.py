@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.launch import identity, voices
+from phalanx.launch import identity
 from phalanx.launch.outcomes import Failure
 from phalanx.launch.threads import run_threads
 from phalanx.testing.handle import WorldHandle
@@ -24,8 +24,8 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
     """Run the body once on each rank; raise the first real failure."""
     __tracebackhide__ = True
     failures: list[Failure] = []
-    with debugger.ready() as turn, output.kept_apart(item, arguments) as captures:
-        body = _Body(item, world, captures, turn, failures)
+    with debugger.ready(item.config) as terminal, output.kept_apart(item, arguments) as captures:
+        body = _Body(item, world, captures, terminal, failures)
         error: BaseException | None = None
         try:
             results = _launcher(item, world)(body)
@@ -73,11 +73,11 @@ class _Body:
         item: pytest.Function,
         world: WorldMark,
         captures: output.Captures,
-        turn: debugger.Turn,
+        terminal: debugger.Terminal,
         failures: list[Failure],
     ) -> None:
         self._item, self._world, self._captures = item, world, captures
-        self._turn, self._failures = turn, failures
+        self._terminal, self._failures = terminal, failures
         self._own = of_ranks(item)
         functools.update_wrapper(self, item.function)
 
@@ -89,15 +89,18 @@ class _Body:
         handle = WorldHandle(rank, self._world.size, "threads")
         given |= {"rank": rank} if "rank" in self._own else {}
         given |= {"world": handle} if "world" in self._own else {}
+        body = self._item.obj
+        if self._item.config.getoption("trace"):  # pytest has wrapped the body into its debugger
+            if rank == 0:
+                self._terminal.begin()
+            else:
+                body = body.__wrapped__
+        error: BaseException | None = None
         try:
-            if not self._item.config.getoption("trace"):
-                return self._item.obj(**given)
-            if rank == 0:  # --trace: pytest has wrapped the body into its debugger
-                with voices.unheard():
-                    return self._item.obj(**given)
-            return self._item.obj.__wrapped__(**given)
-        except BaseException as error:
+            return body(**given)
+        except BaseException as caught:
+            error = caught
             self._failures.append(Failure(rank, error))
             raise
         finally:
-            self._turn.give_up()
+            self._terminal.end(error)
