@@ -16,6 +16,9 @@ _WISHES = (pytest.skip.Exception, pytest.xfail.Exception)
 # What ends the whole run of pytest.
 _ENDS = (pytest.exit.Exception, KeyboardInterrupt)
 
+# What may be raised about a test without having passed through its body.
+_FROM_OUTSIDE = (RuntimeError, ValueError, Warning, pytest.fail.Exception)
+
 _WHO = re.compile(r"^raised by (ranks? .+ of \d+)$", re.MULTILINE)
 
 
@@ -63,7 +66,7 @@ def shape(report: pytest.TestReport, excinfo: pytest.ExceptionInfo[BaseException
     if report.outcome != "failed":
         return
     path = str(report.fspath)
-    if isinstance(excinfo.value, (RuntimeError, ValueError, pytest.fail.Exception)) and not any(
+    if isinstance(excinfo.value, _FROM_OUTSIDE) and not any(
         str(entry.path).endswith(path) for entry in excinfo.traceback
     ):
         report.longrepr = excinfo.getrepr(style="value")
