@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 # Imported here, so that runs within this process find them and do not import them anew.
+import phalanx.debug.breakpoints
 import phalanx.testing.plugin
 import phalanx.testing.plugin.in_threads
 

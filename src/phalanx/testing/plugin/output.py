@@ -161,6 +161,6 @@ class _Reader:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Capture nothing for the length of a block."""
+        """Capture nothing, of any rank, for the length of a block."""
         with self._opening.of(self._capture):
             yield
