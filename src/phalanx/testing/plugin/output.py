@@ -112,7 +112,7 @@ class Captures:
 
 
 class _Opening:
-    """Capturing turned off by one rank or several at a time."""
+    """Capturing turned off for one rank or several at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -121,13 +121,18 @@ class _Opening:
 
     @contextmanager
     def of(self, capture: Any) -> Iterator[None]:
+        """Let what the calling rank writes pass `capture` and what else captures."""
+        me = identity.ancestry(identity.here.rank)[-1]
         with self._lock:
             if self._users == 0:
                 self._stack.enter_context(capture.disabled())
+                voices.listen_again()
             self._users += 1
+        voices.let_through(me)
         try:
             yield
         finally:
+            voices.hear_again(me)
             with self._lock:
                 self._users -= 1
                 if self._users == 0:
@@ -161,6 +166,6 @@ class _Reader:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """Capture nothing, of any rank, for the length of a block."""
+        """Do not capture what this rank writes, for the length of a block."""
         with self._opening.of(self._capture):
             yield
