@@ -18,7 +18,7 @@ import torch
 
 from phalanx import bystanders, logs, random, world
 from phalanx.debug import watch
-from phalanx.launch import identity
+from phalanx.launch import identity, warned
 from phalanx.launch.identity import here
 from phalanx.launch.outcomes import (
     GRACE,
@@ -342,18 +342,20 @@ _worlds = 0
 
 @contextmanager
 def _ranks_are_known() -> Iterator[None]:
-    """Have threading and torch.random tell ranks apart while there are thread worlds."""
+    """Have threading, warnings and torch.random tell ranks apart while there are thread worlds."""
     global _worlds
     with _patch_lock:
         _worlds += 1
         if _worlds == 1:
             _swap_patches()
+            warned.begin()
     try:
         yield
     finally:
         with _patch_lock:
             _worlds -= 1
             if _worlds == 0:
+                warned.end()
                 _swap_patches()
 
 
