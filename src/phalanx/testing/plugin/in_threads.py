@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
+import shlex
 import warnings
-from typing import Any
+from functools import partial, update_wrapper
+from typing import Any, cast
 
 import pytest
 
+from phalanx import testing
 from phalanx.launch import identity
 from phalanx.launch.outcomes import Failure
 from phalanx.launch.threads import run_threads
@@ -52,17 +53,21 @@ def _launcher(item: pytest.Function, world: WorldMark) -> Any:
     group_timeout = _FOR_EVER if is_traced else world.group_timeout
     common: dict[str, Any] = {"backend": world.backend, "rng": world.rng}
     if world.torch:
-        make = importlib.import_module("phalanx.testing.torch_world").torch_world
+        make = cast(Any, testing).torch_world
         return make(world.size, timeout=timeout, group_timeout=group_timeout, **common).run
-    if world.interleavings:
-        explore = importlib.import_module("phalanx.testing.interleavings").explore
+    run: Any = partial(run_threads, deadline=timeout, timeout=group_timeout, **common)
+    if not world.interleavings:
+        return lambda body: run(body, world.size)
+
+    def explore(body: Any) -> list[Any]:
         seeds = range(world.interleavings) if world.seed is None else [world.seed]
-        return lambda body: explore(
-            body, world.size, seeds=seeds, timeout=timeout, group_timeout=group_timeout, **common
+        replay = f"pytest --world-seed={{seed}} {shlex.quote(item.nodeid)}"
+        explored = cast(Any, testing).explore(
+            body, world.size, seeds=seeds, launch=run, replay=replay
         )
-    return lambda body: run_threads(
-        body, world.size, deadline=timeout, timeout=group_timeout, **common
-    )
+        return [result for each in explored for result in each.results]
+
+    return explore
 
 
 class _Body:
@@ -79,7 +84,7 @@ class _Body:
         self._item, self._world, self._captures = item, world, captures
         self._terminal, self._failures = terminal, failures
         self._own = of_ranks(item)
-        functools.update_wrapper(self, item.function)
+        update_wrapper(self, item.function)
 
     def __call__(self) -> Any:
         __tracebackhide__ = True
