@@ -84,6 +84,11 @@ class Heard(_Listener):
             text = self._texts.pop((rank, name), None)
         return "" if text is None else text.getvalue()
 
+    def clear(self) -> None:
+        """Forget what all ranks have written."""
+        with self.lock:
+            self._texts.clear()
+
     def ranks(self) -> list[int]:
         """Return the ranks that have written what nobody has taken."""
         with self.lock:

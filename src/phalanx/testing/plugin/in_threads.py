@@ -29,7 +29,7 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
         body = _Body(item, world, captures, terminal, failures)
         error: BaseException | None = None
         try:
-            results = _launcher(item, world)(body)
+            results = _launcher(item, world, captures)(body)
         except BaseException as caught:
             error = caught
         captures.forget_logs_of(failures)
@@ -46,7 +46,7 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
         )
 
 
-def _launcher(item: pytest.Function, world: WorldMark) -> Any:
+def _launcher(item: pytest.Function, world: WorldMark, captures: output.Captures) -> Any:
     """Return what runs a function on the ranks of the world that the test asks for."""
     is_traced = item.config.getoption("trace")
     timeout = None if is_traced else world.timeout
@@ -59,11 +59,15 @@ def _launcher(item: pytest.Function, world: WorldMark) -> Any:
     if not world.interleavings:
         return lambda body: run(body, world.size)
 
+    def run_anew(body: Any, size: int) -> list[Any]:
+        captures.forget_output()  # of the run before, which is not the one to be reported
+        return cast("list[Any]", run(body, size))
+
     def explore(body: Any) -> list[Any]:
         seeds = range(world.interleavings) if world.seed is None else [world.seed]
         replay = f"pytest --world-seed={{seed}} {shlex.quote(item.nodeid)}"
         explored = cast(Any, testing).explore(
-            body, world.size, seeds=seeds, launch=run, replay=replay
+            body, world.size, seeds=seeds, launch=run_anew, replay=replay
         )
         return [result for each in explored for result in each.results]
 

@@ -103,6 +103,12 @@ class Captures:
                 given[name] = _Reader(self._heard, rank, encoding, self._opening, given[name])
         return given
 
+    def forget_output(self) -> None:
+        """Forget what ranks have printed and logged so far."""
+        self._records.lines.clear()
+        if self._heard is not None:
+            self._heard.clear()
+
     def forget_logs_of(self, failures: list[Failure]) -> None:
         """Forget what only says that a rank has failed as the report says anyway."""
         for failure in failures:
