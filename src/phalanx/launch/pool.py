@@ -65,9 +65,9 @@ class Pool:
         """Make an empty pool; each process calls `inside(serve)`, which must call `serve()`."""
         self._inside = b"" if inside is None else pack(inside)
         self._idle: list[_Warm] = []
-        self._directory = tempfile.mkdtemp(prefix="phalanx-")
+        self.directory = tempfile.mkdtemp(prefix="phalanx-")
         # At exit multiprocessing waits for its processes: these must not wait for another run.
-        self._close = Finalize(self, _end, (self._idle, self._directory), exitpriority=10)
+        self._close = Finalize(self, _end, (self._idle, self.directory), exitpriority=10)
 
     def __enter__(self) -> Pool:
         return self
@@ -101,10 +101,10 @@ class Pool:
         if not self._close.still_active():
             raise RuntimeError("the pool is closed: make another")
         while len(self._idle) < size:  # they start while the first are told what to do
-            self._idle.append(_Warm(self._directory, self._inside))
+            self._idle.append(_Warm(self.directory, self._inside))
         environment = processes.environment_of(size)
         hire = partial(_Hired, pool=self, hear=hear)
-        return Processes(size, task, environment, group=group, hire=hire, within=self._directory)
+        return Processes(size, task, environment, group=group, hire=hire, within=self.directory)
 
     def take(self) -> _Warm:
         """Return an idle process, or a new one."""
@@ -113,7 +113,7 @@ class Pool:
             if warm.process.is_alive():
                 return warm
             warm.end(0)
-        return _Warm(self._directory, self._inside)
+        return _Warm(self.directory, self._inside)
 
     def give_back(self, warm: _Warm) -> None:
         """Keep a clean process for the next run."""
@@ -175,7 +175,7 @@ class _Hired(Rank):
         self._pool, self._hear = pool, hear
         self._job = pickle.dumps(_Job(rank, brief, os.getcwd(), sys.path, sys.argv))
         self._warm = pool.take()
-        self._begun = self._delivered = self._clean = False
+        self.has_begun = self._delivered = self._clean = False
         super().__init__(rank, brief, self._warm.process, self._warm.connection)
         self._send()
 
@@ -188,7 +188,7 @@ class _Hired(Rank):
 
     def receive(self) -> Any:
         outcome = super().receive()
-        if not self._delivered and not self._begun and self._warm.has_served:
+        if not self._delivered and not self.has_begun and self._warm.has_served:
             # It has died since its last run: that is no matter of this one.
             self._warm.end(0)
             self._warm = self._pool.take()
@@ -204,7 +204,7 @@ class _Hired(Rank):
             self._delivered = True
             return super().take(content)
         if kind == _BEGUN:
-            self._begun = True
+            self.has_begun = True
         else:
             answer = self._hear(self.rank, pickle.loads(content)) if self._hear else None
             self.outcome.send_bytes(pickle.dumps(answer))

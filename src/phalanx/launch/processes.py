@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -169,13 +170,15 @@ class Processes:
         self.end()
 
     def wait(self, timeout: float | None, patient: bool = False) -> bool:
-        """Gather outcomes until all ranks have ended, or for `timeout` seconds.
+        """Gather outcomes until all ranks have ended, or for `timeout` seconds after they began.
 
         Return whether it is over: after a failure the others get a while to end by themselves,
         unless this is `patient`, and if they do not it is over with them still running.
         """
-        self._limit = float("inf") if timeout is None else time.monotonic() + timeout
+        self._limit = float("inf")
         while self.running:
+            if timeout is not None and self._limit == float("inf") and self._have_begun():
+                self._limit = time.monotonic() + timeout
             left = min(self._limit, self._ending) - time.monotonic()
             events = {rank.outcome: rank for rank in self.running}
             events |= {rank.process.sentinel: rank for rank in self.running}
@@ -185,6 +188,9 @@ class Processes:
             for rank in {events[event] for event in ready}:
                 self._receive(rank, patient)
         return True
+
+    def _have_begun(self) -> bool:
+        return all(rank.has_begun for rank in self.running)
 
     def _receive(self, rank: Rank, patient: bool) -> None:
         before = time.monotonic()
@@ -249,7 +255,9 @@ def _start_fork_server(context: ForkServerContext) -> None:
 
     That is both fast and safe. A Ctrl-C that comes while it imports is for this process alone.
     """
-    context.set_forkserver_preload(["torch", __name__, "phalanx.launch.unblocking"])
+    # Ranks of tests need pytest as well.
+    known = [name for name in ("pytest",) if name in sys.modules]
+    context.set_forkserver_preload(["torch", *known, __name__, "phalanx.launch.unblocking"])
     resource_tracker.ensure_running()  # which would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -278,6 +286,8 @@ UNDECIDED = _Undecided.UNDECIDED
 
 class Rank:
     """The process of one rank, seen from its launcher."""
+
+    has_begun = True  # as a new process counts as soon as it is started
 
     def __init__(self, rank: int, brief: Brief, process: BaseProcess, outcome: Any) -> None:
         self.rank = rank
