@@ -7,6 +7,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
 import sys
@@ -351,12 +352,30 @@ class Rank:
         while time.monotonic() < limit and (not text or text != self.stacks.read_text()):
             text = self.stacks.read_text()
             time.sleep(0.02)
-        return text or "  (it did not answer)"
+        return _of_program(text) or "  (it did not answer)"
 
     def close(self) -> None:
         """Kill the process if it still runs, with what it has started."""
         self.closed = True
         kill(self.process)
+
+
+# The frame that calls the function of a rank, in what faulthandler writes.
+_CALLER = re.compile(
+    r'/phalanx/(launch/processes\.py", line \d+ in _outcome'
+    r'|testing/plugin/rank_process\.py", line \d+ in do)$'
+)
+
+
+def _of_program(stacks: str) -> str:
+    """Leave out of the stacks of a rank's threads what is about running it."""
+    kept = []
+    for stack in stacks.split("\n\n"):
+        lines = stack.splitlines()
+        outer = next((i for i, line in enumerate(lines) if _CALLER.search(line)), len(lines))
+        if not any(line.endswith(" in _end_with_launcher") for line in lines):
+            kept.append("\n".join(lines[:outer]))
+    return "\n\n".join(kept)
 
 
 def kill(process: BaseProcess) -> None:

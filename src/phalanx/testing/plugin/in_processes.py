@@ -58,19 +58,21 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
     body = _body(item, world, arguments, directory)
     task = processes.pack_task(run_body, (body,))
     group = processes.Group(world.backend, world.group_timeout)
+    failures: list[Failure] = []
     try:
         with (
-            _output(item, arguments, directory, world.size),
+            _output(item, arguments, directory, world.size, failures),
             pool.ranks(world.size, task, group, terminal.hear) as ranks,
         ):
             ranks.see_through(None if body.traces else world.timeout, False)
+            failures += map(_opened, ranks.failures)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     answers = [each for each in ranks.results if isinstance(each, Answer)]
     told = [each.error for each in ranks.failures if isinstance(each.error, Raised)]
     _warn(item, [each.warnings for each in answers] + [each.warnings for each in told])
-    if ranks.failures:
-        raise _error(item, ranks.failures, world.size, terminal)
+    if failures:
+        raise _error(item, failures, world.size, terminal)
     if any(each.has_returned for each in answers):
         warnings.warn(
             pytest.PytestReturnNotNoneWarning(
@@ -165,7 +167,11 @@ def _problem(value: object) -> str:
 
 @contextmanager
 def _output(
-    item: pytest.Function, arguments: dict[str, Any], directory: str, size: int
+    item: pytest.Function,
+    arguments: dict[str, Any],
+    directory: str,
+    size: int,
+    failures: list[Failure],
 ) -> Iterator[None]:
     """Add what ranks write to the test's report, or show it at once where nothing is captured."""
     reads = any(isinstance(value, pytest.CaptureFixture) for value in arguments.values())
@@ -182,13 +188,18 @@ def _output(
                 path = Path(directory, f"{name}{rank}")
                 if path.exists():
                     output.add_section(item, rank, name, path.read_text(errors="replace"))
-            output.add_section(item, rank, "log", _log(item, Path(directory, f"log{rank}")))
+            output.add_section(item, rank, "log", _log(item, directory, rank, failures))
 
 
-def _log(item: pytest.Function, path: Path) -> str:
+def _log(item: pytest.Function, directory: str, rank: int, failures: list[Failure]) -> str:
+    """Format what a rank has logged, without what says of its failure what the report says."""
     plugin = item.config.pluginmanager.get_plugin("logging-plugin")
     handler = getattr(plugin, "report_handler", None)  # there is none with `-p no:logging`
-    return "\n".join(handler.format(record) for record in logged(path)) if handler else ""
+    if handler is None:
+        return ""
+    known = {f"[rank {rank}] {each}" for each in failures if each.rank == rank}
+    records = logged(Path(directory, f"log{rank}"))
+    return "\n".join(handler.format(each) for each in records if each.msg not in known)
 
 
 @contextmanager
@@ -249,8 +260,7 @@ def _error(
     item: pytest.Function, failures: list[Failure], size: int, terminal: console.Terminal
 ) -> BaseException:
     """Return what to raise for what ranks have told of their failures."""
-    opened = [_opened(failure) for failure in failures]
-    error = reports.choose(first_real(opened, size), opened, size)
+    error = reports.choose(first_real(failures, size), failures, size)
     if terminal.has_shown is not None:
         setattr(error, console.SHOWN, terminal)
     return error if item.config.getoption("fulltrace") else reports.begin_in_program(error)

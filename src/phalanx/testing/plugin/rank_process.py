@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bdb
 import copy
+import io
 import logging
 import os
 import pickle
@@ -317,23 +318,24 @@ def _written_down(directory: str, rank: int, level: int) -> Iterator[None]:
     logging.root.addHandler(handler)
     logging.root.setLevel(level)
     _flush()
-    saved = {name: os.dup(number) for name, number in STREAMS.items()}
+    saved = {name: (os.dup(number), getattr(sys, name)) for name, number in STREAMS.items()}
     try:
         for name, number in STREAMS.items():
             file = os.open(Path(directory, f"{name}{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(file, number)
             os.close(file)
-            # What is written must be there even if the process dies.
-            stream: Any = getattr(sys, name)
-            stream.reconfigure(
-                encoding="utf-8", errors="backslashreplace", write_through=True, newline=""
-            )
+            # Without a buffer: what is written must be there even if the process dies.
+            raw: Any = io.FileIO(number, "wb", closefd=False)
+            text = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
+            setattr(sys, name, text)
         yield
     finally:
         _flush()
         for name, number in STREAMS.items():
-            os.dup2(saved[name], number)
-            os.close(saved[name])
+            before, stream = saved[name]
+            os.dup2(before, number)
+            os.close(before)
+            setattr(sys, name, stream)
         logging.root.removeHandler(handler)
         handler.close()
 
