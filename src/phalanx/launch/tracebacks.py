@@ -11,6 +11,7 @@ import pickle
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from types import CodeType, FrameType, FunctionType, TracebackType
 from typing import Any
 
@@ -58,9 +59,14 @@ class Parcel:
         try:
             error: BaseException = pickle.loads(self.error)
         except Exception:
-            module, _, name = self.kind.rpartition(".")
-            error = type(name, (Exception,), {"__module__": module})(self.text)
+            error = _class(self.kind)(self.text)
         return error
+
+
+@cache
+def _class(kind: str) -> type[Exception]:
+    module, _, name = kind.rpartition(".")
+    return type(name, (Exception,), {"__module__": module})
 
 
 def parcel(error: BaseException, *seen: BaseException) -> Parcel:

@@ -15,6 +15,8 @@ import pytest
 from phalanx.debug import breakpoints
 from phalanx.launch import pool
 
+PLUGIN = __name__.rpartition(".")[0]
+
 
 class Stop(NamedTuple):
     """Said by a rank that is about to ask for commands, and answered with whether it may."""
@@ -86,20 +88,26 @@ def post_mortem(rank: int, error: BaseException, story: str) -> None:
 def at_hand(rank: int) -> Iterator[Any]:
     """Have breakpoints of the calling process lead to the launcher's terminal."""
 
+    def stop() -> None:
+        pool.say(Stop("", False))
+
     def set_trace(*_: object, **__: object) -> None:
         frame = sys._getframe().f_back
-        pool.say(Stop("", False))
+        stop()
         debugger.set_trace(frame)
 
     debugger = _Debugger(rank)
-    before = pdb.set_trace, pytest.set_trace, sys.breakpointhook, breakpoints.console
+    before = pdb.set_trace, pytest.set_trace, sys.breakpointhook
+    stops = breakpoints.console, breakpoints.on_stop
     pdb.set_trace = pytest.set_trace = sys.breakpointhook = set_trace
     breakpoints.console = debugger.console, debugger.console
+    breakpoints.on_stop = stop
     try:
         yield debugger
     finally:
         debugger.console.flush()
-        pdb.set_trace, pytest.set_trace, sys.breakpointhook, breakpoints.console = before
+        pdb.set_trace, pytest.set_trace, sys.breakpointhook = before
+        breakpoints.console, breakpoints.on_stop = stops
 
 
 class Terminal:
@@ -119,7 +127,7 @@ class Terminal:
             self._announce(rank, said)
         elif isinstance(said, Goodbye):
             self.quits = self.quits or said.quits
-            self._config.hook.pytest_leave_pdb(config=self._config, pdb=None)
+            self._tell_others("pytest_leave_pdb")
         else:
             with self._uncaptured():
                 if isinstance(said, Question):
@@ -141,8 +149,13 @@ class Terminal:
                 writer.sep(">", f"PDB on rank {rank} of {self._size}")
         if stop.is_post_mortem:
             self.has_shown = rank
-        # Whoever measures how long tests take is told so.
-        self._config.hook.pytest_enter_pdb(config=self._config, pdb=None)
+        self._tell_others("pytest_enter_pdb")
+
+    def _tell_others(self, hook: str) -> None:
+        """Tell who measures how long tests take; the plugin itself looks after threads."""
+        plugins = self._config.pluginmanager
+        own = [each for each in plugins.get_plugins() if getattr(each, "__name__", "") == PLUGIN]
+        plugins.subset_hook_caller(hook, own)(config=self._config, pdb=None)
 
     def _answer(self) -> str:
         prompt, self._line = self._line, ""

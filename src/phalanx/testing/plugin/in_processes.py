@@ -138,6 +138,8 @@ def _for_ranks(arguments: dict[str, Any]) -> dict[str, Any]:
             replaced[name] = StandIn("monkeypatch")
         elif isinstance(value, pytest.CaptureFixture):
             replaced[name] = StandIn("binary capture" if name.endswith("binary") else "capture")
+        elif isinstance(value, pytest.TempPathFactory):
+            value.getbasetemp()  # made before it travels: each rank would clear it
     return replaced
 
 
