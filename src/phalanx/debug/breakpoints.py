@@ -20,6 +20,8 @@ _NEVER = 1e8  # seconds
 
 # Called on the rank that stops, before it does; set by who has taken the terminal.
 on_stop: Callable[[], None] = lambda: None  # noqa: E731
+# Where the terminal of this process is not to be used: what to read from, and what to write to.
+console: tuple[IO[str], IO[str]] | None = None
 
 _passed: WeakKeyDictionary[World, Counter[tuple[str, int]]] = WeakKeyDictionary()
 
@@ -60,8 +62,10 @@ class _Debugger(pdb.Pdb):
     """A pdb that is asked for commands first, and traces only once the other ranks have gone on."""
 
     def __init__(self, world: World) -> None:
-        stdin = _terminal()
-        super().__init__(stdin=stdin, stdout=None if stdin is None else sys.stdout, nosigint=True)
+        stdin, stdout = console or (_terminal(), None)
+        if stdin is not None and stdout is None:
+            stdout = sys.stdout
+        super().__init__(stdin=stdin, stdout=stdout, nosigint=True)
         self._rank = world.rank
         self.prompt = f"(rank {world.rank}) "
 

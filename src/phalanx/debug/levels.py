@@ -61,6 +61,12 @@ def set_debug_level_from_env() -> None:
     set_debug_level(_from_environment())
 
 
+def forget_debug_level() -> None:
+    """Let the level be read from the environment again, once somebody asks for it."""
+    global _level
+    _level = None
+
+
 def _from_environment() -> DebugLevel:
     for variable in VARIABLES:
         if variable in os.environ:
