@@ -20,6 +20,7 @@ from phalanx.testing.torch_threads import environment
 from phalanx.testing.torch_threads.ranks import OwnHandlers, States, mine
 from phalanx.torch_backend import handlers, lifted, replacing
 from phalanx.torch_backend.theirs import c10d, dist, state
+from phalanx.types import seconds
 from phalanx_autoload import NAME
 
 # Backends whose place Phalanx takes; a program that asks for another gets that.
@@ -94,11 +95,15 @@ def new_group(*args: Any, **kwargs: Any) -> Any:
     bound = _new_group_signature.bind(*args, **kwargs)
     asked = str(bound.arguments["backend"])
     names = {pair.rpartition(":")[2] for pair in asked.split(",")}
-    if mine() is None or not names <= _SERVED:
+    rank = mine()
+    if rank is None or not names <= _SERVED:
         return _new_group(*args, **kwargs)
+    if not bound.arguments["global_ranks_in_group"]:  # the default group
+        timeout = bound.arguments.get("timeout") or state.default_pg_timeout
+        rank.meeting.wait(rank, bound.arguments["group_size"], seconds(timeout))
     if asked != NAME:
         bound.arguments.pop("backend_options", None)  # they are another's
-    told = asked if ":" in asked else f"cpu:{asked}"
+    told = asked if ":" in asked else f"cpu:{'gloo' if asked == 'undefined' else asked}"
     return replacing.make(_new_group, bound, f"cpu:{NAME}", told)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from phalanx import world
+from phalanx.testing.torch_threads.meeting import Meeting
 from phalanx.torch_backend.theirs import c10d, state
 from phalanx.torch_backend.untraced import untraced
 
@@ -27,11 +28,14 @@ class RankState:
     still make its own in its place.
     """
 
-    def __init__(self, rank: int, size: int, store: Any) -> None:
+    def __init__(self, rank: int, store: Any, meeting: Meeting) -> None:
         self.slot = world.current_slot()
+        self.rank = rank
         self.number = next(_numbers)  # no other rank, of this world or a later one, has it
         self.store = store
-        self.variables = _variables(rank, size)
+        self.meeting = meeting
+        self.num_meetings = 0
+        self.variables = _variables(rank, meeting.size)
         self.handlers: dict[Any, Any] | None = None  # of operators on distributed tensors
         self.given = False
         self._default: Any = None
@@ -58,11 +62,11 @@ class RankState:
     @default_pg.setter
     def default_pg(self, group: Any) -> None:
         self._default = group
+        self.given = False
 
     def _make_room(self) -> None:
         """Leave the default group that was given, if nothing has been done with it."""
         if len(self.pg_map) == 1 and not self._default.inner.sequence_number():
-            self.given = False
             state.destroy_process_group()
 
     def close(self) -> None:

@@ -8,7 +8,9 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
+from phalanx.launch.outcomes import Failure, as_error, reason
 from phalanx.launch.threads import run_as_ranks
+from phalanx.testing.torch_threads.meeting import Meeting
 from phalanx.testing.torch_threads.patches import ranks_are_threads
 from phalanx.testing.torch_threads.ranks import RankState, known_groups
 from phalanx.torch_backend.theirs import dist
@@ -42,16 +44,20 @@ class TorchWorld:
 
     def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Run `fn(*args, **kwargs)` on every rank and return what each returned."""
-        store = dist.HashStore()
+        store, meeting = dist.HashStore(), Meeting(self.size)
         states: list[RankState] = []
 
         def live(rank: int) -> T:
-            state = RankState(rank, self.size, store)
-            states.append(state)
-            if self._init:
-                dist.init_process_group(self._backend, timeout=self._group_timeout)
-                state.given = True
-            result = fn(*args, **kwargs)
+            states.append(state := RankState(rank, store, meeting))
+            try:
+                if self._init:
+                    dist.init_process_group(self._backend, timeout=self._group_timeout)
+                    state.given = True
+                result = fn(*args, **kwargs)
+            except BaseException as error:
+                meeting.leave(rank, reason(Failure(rank, as_error(error))))
+                raise
+            meeting.leave(rank, "has returned")
             if dist.is_initialized():
                 dist.destroy_process_group()
             return result
