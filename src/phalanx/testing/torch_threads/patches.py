@@ -34,6 +34,7 @@ _kept: list[tuple[Any, str, Any]] = []  # what stood there before
 _new_group = state._new_process_group_helper
 _new_group_signature = inspect.signature(_new_group)
 _rendezvous = state.rendezvous
+_default_timeout = state._get_default_timeout
 _Mesh: Any = dist.device_mesh.DeviceMesh
 _new_mesh = _Mesh.__init__
 
@@ -62,6 +63,7 @@ def _install() -> None:
     _put(state, "_world", States(state._world))
     _put(state, "_new_process_group_helper", new_group)
     _put(state, "rendezvous", rendezvous)
+    _put(state, "_get_default_timeout", default_timeout)
     _put(_Mesh, "__init__", new_mesh)
     for patch in environment.PATCHES:
         _put(*patch)
@@ -120,6 +122,12 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) ->
     if world_size < 0:
         world_size = int(said.get("world_size", [os.environ["WORLD_SIZE"]])[0])
     yield dist.PrefixStore(f"{where.scheme}/{where.netloc}", here.store), rank, world_size
+
+
+@functools.wraps(_default_timeout)
+def default_timeout(backend: Any) -> Any:
+    """Return how long operations wait, also for a backend that this torch was built without."""
+    return _default_timeout(backend) if mine() is None else state.default_pg_timeout
 
 
 @functools.wraps(_new_mesh)
