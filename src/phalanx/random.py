@@ -12,9 +12,10 @@ operators that take a generator; around one that does not, it exchanges the defa
 state under a lock. A generator that the caller passes is left alone.
 
 Limits: Python's `random`, NumPy, and `torch.default_generator` used as an object stay common to the
-process, as do the generators of other devices. What `torch.compile` makes draws through the same
-operators; but it takes a thread with a stream for another context than one without, and compiles
-once for each.
+process, as do the generators of other devices. So does what an operator draws that has to add up a
+distributed tensor (a DTensor that is Partial) first. What `torch.compile` makes draws through the
+same operators; but it takes a thread with a stream for another context than one without, and
+compiles once for each.
 """
 
 from __future__ import annotations
@@ -116,8 +117,13 @@ def _kernel(operator: torch._ops.OpOverload) -> Callable[..., Any]:
             explicit = place is not None and ("generator" in kwargs or place < len(args))
             if stream is None or explicit:
                 return operator(*args, **kwargs)
+            # None for all but distributed tensors, which may drop a generator, or refuse it.
+            placements = getattr(args[0], "placements", None)
+            if placements and any(placement.is_partial() for placement in placements):
+                return operator(*args, **kwargs)  # it communicates, which it must not under a lock
             with stream.lock:
-                if place is not None and isinstance(args[0], torch.Tensor) and args[0].is_cpu:
+                is_plain = placements is None and isinstance(args[0], torch.Tensor)
+                if place is not None and is_plain and args[0].is_cpu:
                     return operator(*args, **kwargs, generator=stream)
                 with _exchange, _as_default(stream):
                     return operator(*args, **kwargs)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -75,9 +75,26 @@ def run_threads(
             world.destroy_process_group()
         return result
 
+    return run_as_ranks(live, size, rng, deadline, return_exceptions)
+
+
+def run_as_ranks(
+    live: Callable[[int], T],
+    size: int,
+    rng: bool,
+    deadline: float | None,
+    return_exceptions: bool,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> list[T]:
+    """Run `live(rank)` on threads that are ranks, with no world yet; otherwise as `run_threads`.
+
+    Every thread of a rank, also those that it starts, runs inside a context that `around` makes.
+    """
     with _ranks_are_known(), watch.listening():
         limit = _Limit()
         threads = _Threads(live, [_Rank(rank, rng, limit) for rank in range(size)], limit)
+        for rank in threads.ranks:
+            rank.around = around
         threads.run(deadline, return_exceptions)
     return settle(threads.results, threads.failures, return_exceptions)
 
@@ -158,6 +175,8 @@ class _Limit:
 class _Rank:
     """Who a thread is: the rank's world and random stream."""
 
+    around: Callable[[], AbstractContextManager[None]] = nullcontext  # of each of its threads
+
     def __init__(self, rank: int, rng: bool, limit: _Limit) -> None:
         self.rank = rank
         self.outer = here.rank
@@ -183,6 +202,7 @@ class _Rank:
             stack.enter_context(world.bind(self.slot))
             if self.stream is not None:
                 stack.enter_context(random.draw_from(self.stream))
+            stack.enter_context(self.around())
             here.rank = self
             try:
                 yield

@@ -9,10 +9,16 @@ if TYPE_CHECKING:
     from phalanx.testing.backend_kit import check_backend
     from phalanx.testing.ranks import run_ranks
     from phalanx.testing.store_kit import check_store
+    from phalanx.testing.torch_threads.world import torch_world
 
-__all__ = ["check_backend", "check_store", "run_ranks"]
+__all__ = ["check_backend", "check_store", "run_ranks", "torch_world"]
 
-_ORIGINS = {"check_backend": "backend_kit", "check_store": "store_kit", "run_ranks": "ranks"}
+_ORIGINS = {
+    "check_backend": "backend_kit",
+    "check_store": "store_kit",
+    "run_ranks": "ranks",
+    "torch_world": "torch_threads.world",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,6 @@
+"""Programs that use torch.distributed, on ranks that are threads of a test's process.
+
+Torch keeps what it knows of groups in one place per process. While such a world runs, `patches`
+puts in that place what asks `ranks` for the state of the calling thread's rank. `environment` is
+what a launcher would have told each rank, `world` what a test calls: `phalanx.testing.torch_world`.
+"""
