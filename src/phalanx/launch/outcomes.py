@@ -7,7 +7,7 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,14 @@ from phalanx.errors import DistError, DistTimeout, PeerFailed
 GRACE = 5.0
 
 _PACKAGE = os.path.dirname(os.path.abspath(phalanx.__file__)) + os.sep
+
+
+class Killed(BaseException):
+    """Ends a rank that a test kills on purpose, which is nobody's failure."""
+
+
+# Told of the Failure of a rank that is about to be killed on purpose, if its launcher listens.
+last_word: Callable[[Failure], None] = lambda failure: None  # noqa: E731
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,11 @@ class Failure:
     def is_echo(self) -> bool:
         """Whether the rank only reports that another one failed."""
         return isinstance(self.error, PeerFailed)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a test has ended the rank on purpose."""
+        return isinstance(self.error, Killed)
 
     def __str__(self) -> str:
         text = str(self.error).partition("\n")[0]
@@ -69,6 +82,8 @@ def reason(failure: Failure) -> str:
     """Say how a rank failed, to its peers; what it only heard from another is passed on."""
     if failure.is_echo:
         return f"gave up because of another rank:\n{failure.error}"
+    if failure.is_wanted:
+        return str(failure.error)
     text = failure.traceback or story(failure.error)
     return f"raised an exception\n{text.rstrip()}"
 
@@ -87,14 +102,15 @@ def settle(results: list[Any], failures: list[Failure], return_exceptions: bool)
     """Return the results by rank, or raise the first real failure, labelled with its rank.
 
     The failures of ranks that only heard of another's do not count as real unless there is no
-    other. With `return_exceptions` nothing is raised: each failed rank's error is its result.
+    other; a rank that a test has killed on purpose has not failed, and its result is None. With
+    `return_exceptions` nothing is raised: each failed rank's error is its result.
     """
     if return_exceptions:
         for failure in failures:
             results[failure.rank] = failure.error
         return results
-    if failures:
-        raise _first(failures, len(results))
+    if real := [failure for failure in failures if not failure.is_wanted]:
+        raise _first(real, len(results))
     return results
 
 
@@ -119,7 +135,7 @@ def _first(failures: list[Failure], size: int) -> BaseException:
         if "\n" in where.strip():  # more than a headline
             lines.append(f"on rank {first.rank}:\n{where.rstrip()}")
     if lines:
-        _label(first.error, "\n".join(lines))
+        label(first.error, "\n".join(lines))
     return first.error
 
 
@@ -139,7 +155,8 @@ def _ranks(failures: list[Failure]) -> str:
     return spell(failure.rank for failure in failures)
 
 
-def _label(error: BaseException, text: str) -> None:
+def label(error: BaseException, text: str) -> None:
+    """Have a text be printed with an error."""
     if sys.version_info >= (3, 11):
         error.add_note(text)
     else:  # no notes there: what is printed above an error is its innermost cause

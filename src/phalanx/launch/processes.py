@@ -27,6 +27,7 @@ import torch
 
 from phalanx import bystanders, logs, world
 from phalanx.errors import DistError
+from phalanx.launch import outcomes
 from phalanx.launch.descendants import descendants, kill_below
 from phalanx.launch.environment import Job
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle, story
@@ -187,12 +188,12 @@ class Processes:
             return
         _log.info("rank %d failed: %s", rank.rank, outcome)
         self.failures.append(outcome)
-        if not patient:
+        if not patient and not outcome.is_wanted:
             self._ending = min(self._ending, outcome.when + GRACE)
 
     def give_up(self, after: float, patient: bool = False) -> None:
         """Count ranks that still run after so many seconds as failed, if nobody else has."""
-        if self.running and (patient or not self.failures):
+        if self.running and (patient or all(each.is_wanted for each in self.failures)):
             stacks = {rank.rank: rank.where() for rank in self.running}
             self.failures += overdue(stacks, len(self.ranks), after)
 
@@ -322,6 +323,7 @@ def _main(rank: int, brief: _Brief, sender: Connection) -> None:
     os.environ.clear()
     os.environ.update(brief.environment, **Job.rank_variables(rank))
     _heed_environment()
+    outcomes.last_word = lambda failure: sender.send_bytes(_packed(failure))
     with open(Path(brief.directory, f"stacks{rank}"), "w") as stacks:
         faulthandler.register(_DUMP_STACKS, file=stacks, all_threads=True)
         outcome = _outcome(rank, brief)

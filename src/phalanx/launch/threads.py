@@ -159,7 +159,7 @@ class _Threads:
                     thread.start()
             _log.info("started %d ranks as threads of pid %d", len(self.ranks), os.getpid())
             self._wait()
-            if self.running and (patient or not self.failures):
+            if self.running and (patient or all(each.is_wanted for each in self.failures)):
                 self.failures += overdue(self._stacks(), len(self.ranks), deadline or 0)
         finally:
             self._stop()
@@ -177,7 +177,7 @@ class _Threads:
             failure = Failure(rank.rank, as_error(error))
             _log.info("rank %d failed: %s", rank.rank, failure)
             self.failures.append(failure)
-            if not patient:
+            if not patient and not failure.is_wanted:
                 self.limit = min(self.limit, failure.when + GRACE)
             rank.slot.fail(reason(failure))
         finally:
