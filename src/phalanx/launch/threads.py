@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -74,6 +74,19 @@ class _Stop(BaseException):
     """Raised in a rank thread from outside, to end it."""
 
 
+class Scheduler(Protocol):
+    """Who decides when the threads of ranks run."""
+
+    def expect(self, rank: int, thread: threading.Thread | None) -> Any:
+        """Return a task for a thread, or for a call that a pool makes, that is about to start."""
+
+    def begin(self, task: Any) -> None:
+        """Be the task: return when it is its turn."""
+
+    def end(self, task: Any) -> None:
+        """Let others run: the task is over."""
+
+
 class _Slot(world.Slot):
     """A slot whose worlds know how many threads may act for its rank."""
 
@@ -106,6 +119,7 @@ class _Rank:
         self.rank = rank
         self.slot = _Slot()
         self.stream = random.Stream() if rng else None
+        self.scheduler: Scheduler | None = None
 
     def count_thread(self, by: int) -> None:
         """Count a thread more or less that may act for this rank, in this world and later ones."""
@@ -215,6 +229,11 @@ class _Threads:
 _here = threading.local()  # .rank: the _Rank that the thread belongs to
 
 
+def current_rank() -> _Rank | None:
+    """Return who the calling thread is, None if it belongs to no rank that is a thread."""
+    return getattr(_here, "rank", None)
+
+
 @contextmanager
 def _nobody() -> Iterator[None]:
     """Have threads started meanwhile belong to no rank."""
@@ -226,6 +245,26 @@ def _nobody() -> Iterator[None]:
         _here.rank = outer
 
 
+class _Guest:
+    """A thread, or a task of a pool, that acts for a rank besides its first thread."""
+
+    def __init__(self, rank: _Rank, thread: threading.Thread | None = None) -> None:
+        self._rank = rank
+        self._scheduler = rank.scheduler
+        rank.count_thread(1)
+        if self._scheduler is not None:
+            self._task = self._scheduler.expect(rank.rank, thread)
+
+    def begin(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.begin(self._task)
+
+    def end(self) -> None:
+        self._rank.count_thread(-1)
+        if self._scheduler is not None:
+            self._scheduler.end(self._task)
+
+
 _start = threading.Thread.start
 _submit = ThreadPoolExecutor.submit
 
@@ -235,21 +274,23 @@ def _start_as_rank(self: threading.Thread) -> None:
     rank: _Rank | None = getattr(_here, "rank", None)
     if rank is not None and not bystanders.includes(self):
         run = self.run
-        rank.count_thread(1)
+        guest = _Guest(rank, self)
 
         def run_as_rank() -> None:
             del self.run
             try:
                 with rank.identity():
+                    guest.begin()
                     run()
             finally:
-                rank.count_thread(-1)
+                guest.end()
 
         self.run = run_as_rank  # type: ignore[method-assign]
         try:
-            _start(self)
+            with _nobody():
+                _start(self)
         except BaseException:
-            rank.count_thread(-1)
+            guest.end()
             raise
     else:
         _start(self)
@@ -263,18 +304,20 @@ def _submit_as_rank(
     if rank is None:
         return _submit(self, fn, *args, **kwargs)
 
+    guest = _Guest(rank)
+
     def task() -> T:
         with rank.identity():
+            guest.begin()
             return fn(*args, **kwargs)
 
-    rank.count_thread(1)
     try:
         with _nobody():
             future = _submit(self, task)
     except BaseException:
-        rank.count_thread(-1)
+        guest.end()
         raise
-    future.add_done_callback(lambda _: rank.count_thread(-1))
+    future.add_done_callback(lambda _: guest.end())
     return future
 
 

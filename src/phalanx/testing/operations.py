@@ -84,12 +84,18 @@ def identify(name: str, args: tuple[Any, ...], frame: FrameType | None) -> Opera
     return Operation(frozenset(names), site, calls[-1] if _BATCH in names else None)
 
 
-def site_of(frame: FrameType | None) -> str:
-    """Name the innermost line outside of Phalanx and torch, as the engine's reports do."""
+def innermost(frame: FrameType | None) -> FrameType | None:
+    """Return the innermost frame, from this one outwards, outside of Phalanx and torch."""
     while frame is not None and frame.f_code.co_filename.startswith(
         (_PACKAGE, _TORCH, contextlib.__file__)
     ):
         frame = frame.f_back
+    return frame
+
+
+def site_of(frame: FrameType | None) -> str:
+    """Name the innermost line outside of Phalanx and torch, as the engine's reports do."""
+    frame = innermost(frame)
     if frame is None:
         return "?"
     text = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
