@@ -92,10 +92,10 @@ def uses_two_groups_crosswise_in_two_threads() -> None:
             dist.barrier(one)
             dist.barrier(other)
 
-    thread = threading.Thread(target=both, args=(first, second))
-    thread.start()
-    both(second, first)
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(both, first, second)
+        both(second, first)
+        other.result()
 
 
 def shares_a_dictionary(shared: dict[str, int]) -> None:
@@ -115,12 +115,12 @@ def forgets_that_a_work_may_be_late() -> None:
     assert x.item() == 1
 
 
-MISTAKES: list[tuple[Any, type[Exception]]] = [
-    (reads_before_waiting, AssertionError),
-    (changes_a_buffer_that_is_being_sent, AssertionError),
-    (sends_around_a_ring_before_receiving, dist.Deadlock),
-    (takes_the_first_message_for_rank_1_s, AssertionError),
-    (forgets_that_a_work_may_be_late, AssertionError),
+MISTAKES: list[tuple[Any, int, type[Exception]]] = [
+    (reads_before_waiting, 2, AssertionError),
+    (changes_a_buffer_that_is_being_sent, 3, AssertionError),
+    (sends_around_a_ring_before_receiving, 3, dist.Deadlock),
+    (takes_the_first_message_for_rank_1_s, 3, AssertionError),
+    (forgets_that_a_work_may_be_late, 2, AssertionError),
 ]
 
 
@@ -130,24 +130,24 @@ def seed_of(error: BaseException) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize(("fn", "kind"), MISTAKES)
-def test_mistakes_are_found_and_found_again(fn: Any, kind: type[Exception]) -> None:
+@pytest.mark.parametrize(("fn", "size", "kind"), MISTAKES)
+def test_mistakes_are_found_and_found_again(fn: Any, size: int, kind: type[Exception]) -> None:
     with pytest.raises(kind) as caught:
-        explore(fn, 3)
+        explore(fn, size)
     seed = seed_of(caught.value)
     for _ in range(2):
         with pytest.raises(kind) as again:
-            explore(fn, 3, seeds=[seed])
+            explore(fn, size, seeds=[seed])
         assert again.value.__notes__[-1] == caught.value.__notes__[-1]
 
 
-@pytest.mark.parametrize(("fn", "kind"), MISTAKES)
-def test_mistakes_depend_on_the_order(fn: Any, kind: type[Exception]) -> None:
+@pytest.mark.parametrize(("fn", "size", "kind"), MISTAKES)
+def test_mistakes_depend_on_the_order(fn: Any, size: int, kind: type[Exception]) -> None:
     """Some seeds do not find them: they are not wrong in every order."""
     outcomes = set()
     for seed in range(40):
         try:
-            schedule(fn, 3, seed=seed)
+            schedule(fn, size, seed=seed)
             outcomes.add("well")
         except kind:
             outcomes.add("wrong")
@@ -168,8 +168,11 @@ def test_what_thread_ranks_share_is_found() -> None:
 
 
 def test_two_groups_crosswise_are_found() -> None:
-    with pytest.raises((dist.Deadlock, dist.DistTimeout)):
-        explore(uses_two_groups_crosswise_in_two_threads, 2, seeds=range(10), timeout=10)
+    with pytest.raises(dist.Deadlock, match="waits in wait for a lock") as caught:
+        explore(uses_two_groups_crosswise_in_two_threads, 2)
+    told = str(caught.value)
+    with pytest.raises(dist.Deadlock, match=re.escape(told)):
+        explore(uses_two_groups_crosswise_in_two_threads, 2, seeds=[seed_of(caught.value)])
 
 
 # Programs that are right in every order
@@ -295,18 +298,31 @@ def test_threads_wait_for_each_other_in_turn() -> None:
 
 
 def holds_a_lock(lock: Any) -> int:
+    """Have two threads of the rank communicate, one after the other."""
     x = torch.ones(1)
-    with lock[dist.get_rank()]:
-        thread = threading.Thread(target=lambda: lock[dist.get_rank()].acquire())
-        thread.start()
-        dist.all_reduce(x)
+
+    def reduce() -> None:
+        with lock:
+            dist.all_reduce(x)
+
+    thread = threading.Thread(target=reduce)
+    thread.start()
+    reduce()
     thread.join()
     return int(x)
 
 
+def test_threads_wait_for_locks_in_turn() -> None:
+    runs = [schedule(lambda: holds_a_lock(threading.RLock()), 2, seed=5) for _ in range(2)]
+    assert [run.results for run in runs] == [[4, 4]] * 2
+    assert runs[0].steps == runs[1].steps
+
+
 def test_a_thread_that_waits_elsewhere_is_passed_over() -> None:
-    runs = explore(lambda: holds_a_lock([threading.Lock(), threading.Lock()]), 1, seeds=range(3))
-    assert [run.results for run in runs] == [[1]] * 3
+    locks = [threading.Lock(), threading.Lock()]  # made before: their waits are not seen
+    runs = explore(lambda: holds_a_lock(locks[dist.get_rank()]), 2, seeds=range(5))
+    assert [run.results for run in runs] == [[4, 4]] * 5
+    assert any("elsewhere" in step.what for run in runs for step in run.steps)
 
 
 # What goes wrong in every order

@@ -80,6 +80,9 @@ class Scheduler(Protocol):
     def expect(self, rank: int, thread: threading.Thread | None) -> Any:
         """Return a task for a thread, or for a call that a pool makes, that is about to start."""
 
+    def started(self, task: Any) -> None:
+        """Go on, or first let the thread that the calling one has started."""
+
     def begin(self, task: Any) -> None:
         """Be the task: return when it is its turn."""
 
@@ -255,6 +258,10 @@ class _Guest:
         if self._scheduler is not None:
             self._task = self._scheduler.expect(rank.rank, thread)
 
+    def started(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.started(self._task)
+
     def begin(self) -> None:
         if self._scheduler is not None:
             self._scheduler.begin(self._task)
@@ -292,6 +299,7 @@ def _start_as_rank(self: threading.Thread) -> None:
         except BaseException:
             guest.end()
             raise
+        guest.started()
     else:
         _start(self)
 
@@ -318,6 +326,7 @@ def _submit_as_rank(
         guest.end()
         raise
     future.add_done_callback(lambda _: guest.end())
+    guest.started()
     return future
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import sys
 import threading
 import time
@@ -53,8 +54,8 @@ def explore(
     asynchronous operation completes, as early as it can or not before somebody waits for it, which
     message a receive from any rank gets, and whether a send returns before its message is received
     (`buffered` says that all do, or none). Threads that a rank starts take turns as well. A thread
-    that waits in a lock of its own, or in a store, is passed over; orders are then not exactly
-    repeatable. `time.sleep` takes no time.
+    that waits where this is not seen (in a store, or a lock that was made before) is passed over;
+    orders are then not exactly repeatable. `time.sleep` takes no time.
 
     The first failure is raised, with its seed, the last turns before it, and how to run it again.
     Whether results of different seeds agree is for the caller to compare: they are returned.
@@ -171,6 +172,7 @@ def _join_in_turn(self: threading.Thread, timeout: float | None = None) -> None:
             site_of(sys._getframe(1)),
             lambda: task.state is State.DONE,
             is_patient=timeout is None,
+            is_seen=False,
         )
     _join(self, timeout)
 
@@ -180,7 +182,7 @@ def _wait_in_turn(self: threading.Condition, timeout: float | None = None) -> bo
     if scheduler is None:
         return _wait(self, timeout)
     condition: Any = self
-    waiter = threading.Lock()
+    waiter = _thread.allocate_lock()
     waiter.acquire()
     condition._waiters.append(waiter)
     state = condition._release_save()
@@ -190,6 +192,7 @@ def _wait_in_turn(self: threading.Condition, timeout: float | None = None) -> bo
             site_of(sys._getframe(1)),
             lambda: not waiter.locked(),
             is_patient=timeout is None,
+            is_seen=False,
         )
         notified = not waiter.locked()
         if not notified and scheduler.is_free:
@@ -199,6 +202,47 @@ def _wait_in_turn(self: threading.Condition, timeout: float | None = None) -> bo
     if not notified and waiter in condition._waiters:
         condition._waiters.remove(waiter)
     return notified
+
+
+class _LockInTurn:
+    """A lock that passes the turn on while somebody else holds it."""
+
+    make: Callable[[], Any] = staticmethod(_thread.allocate_lock)
+
+    def __init__(self) -> None:
+        self._lock = self.make()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        scheduler = _scheduler() if blocking else None
+        site = site_of(sys._getframe(1))
+        while scheduler is not None and scheduler.current() is not None:
+            if self._lock.acquire(False):
+                return True
+            came = scheduler.pause(
+                "wait for a lock", site, self._is_free, is_patient=timeout < 0, is_seen=False
+            )
+            if not came and not scheduler.is_free:
+                return False
+        return bool(self._lock.acquire(blocking, timeout))
+
+    def _is_free(self) -> bool:
+        if self._lock.acquire(False):
+            self._lock.release()
+            return True
+        return False
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lock, name)
+
+
+class _RLockInTurn(_LockInTurn):
+    make = staticmethod(_thread.RLock)
 
 
 def _sleep_in_turn(seconds: float) -> None:
@@ -228,6 +272,8 @@ def _remove_group_in_turn(self: World, group: ProcessGroup) -> None:
 _PATCHES = Patches(
     (threading.Thread, "join", _join_in_turn),
     (threading.Condition, "wait", _wait_in_turn),
+    (threading, "Lock", _LockInTurn),
+    (threading, "RLock", _RLockInTurn),
     (time, "sleep", _sleep_in_turn),
     (World, "add_group", _add_group_in_turn),
     (World, "remove_group", _remove_group_in_turn),

@@ -33,6 +33,7 @@ from phalanx.world import World
 _LIMIT = 5.0  # seconds for an operation that all ranks have come to
 _POLLS = 3  # how often a work that could be done may say that it is not
 _MONITORED = "monitored_barrier"
+_SENDING = ("send ", "wait for send ")
 
 
 @dataclass(eq=False)
@@ -318,31 +319,17 @@ class Model:
                         posting.issue()
 
     def _report(self, blocked: list[Task]) -> str | None:
-        """Tell of a deadlock that the engine, which keeps small messages, would not see."""
-        waits = {
-            p.task or self._waiter(p, blocked): p
-            for group in self._groups.values()
-            for queue in group.messages.sends.values()
-            for p in queue
-            if not p.is_eager
-        }
-        if not any(task in waits for task in blocked):
+        """Tell of a deadlock that the engine would not see: it keeps small messages, for one."""
+        if all(task.is_seen for task in blocked) or not self.scheduler.has_all_ranks():
             return None
-        lines = [
-            f"  {task.who}  waits in {task.what}" + f"  at {task.site}" * bool(task.site)
-            for task in blocked
-        ]
-        return "\n".join(
-            [
-                f"{spell({task.rank for task in blocked})} wait and none of them can go on",
-                *lines,
+        lines = [f"{spell({task.rank for task in blocked})} wait and none of them can go on"]
+        lines += [f"  {task.who}  waits in {task.what}  at {task.site}" for task in blocked]
+        if any(task.what.startswith(_SENDING) and not task.is_seen for task in blocked):
+            lines.append(
                 "here a send waits for its receive, as large messages do and small ones need not: "
-                "let one side receive first, or use batch_isend_irecv",
-            ]
-        )
-
-    def _waiter(self, posting: Posting, blocked: list[Task]) -> Task | None:
-        return next((task for task in blocked if task.what == f"wait for {posting.what}"), None)
+                "let one side receive first, or use batch_isend_irecv"
+            )
+        return "\n".join(lines)
 
 
 class _Posted(Layer):
@@ -376,7 +363,9 @@ class _Posted(Layer):
             return self._freely(posting, is_async, timeout)
         model.post(posting)
         if is_async:
-            return ModelWork(posting, model)
+            work = ModelWork(posting, model)
+            scheduler.pause(f"what follows {posting.what}", posting.site)
+            return work
         if posting.is_eager:
             return None
         while not posting.is_done:
@@ -385,6 +374,7 @@ class _Posted(Layer):
                 posting.site,
                 lambda: model.can_complete(posting),
                 is_patient=timeout is None,
+                is_seen=name != "send",
             )
             if posting.is_done:
                 break
@@ -426,6 +416,7 @@ class ModelWork(Work):
                 _site(),
                 lambda: model.can_complete(posting),
                 is_patient=limit is None,
+                is_seen=posting.name != "send",
             )
             if posting.is_done:
                 break

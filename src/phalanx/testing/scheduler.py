@@ -20,6 +20,7 @@ from typing import NamedTuple
 from phalanx import bystanders
 from phalanx.errors import Deadlock
 from phalanx.launch.threads import current_rank
+from phalanx.testing.operations import site_of
 
 _LOOK = 0.02  # seconds between looks at the thread that runs
 _NUM_LOOKS = 5  # after which one that has not moved is taken to be blocked
@@ -55,7 +56,7 @@ class Task:
         self.state = State.PAUSED
         self.what, self.site = "start", ""
         self.is_ready: Callable[[], bool] | None = None
-        self.is_patient = True
+        self.is_patient = self.is_seen = True
         self.has_expired = False
         self.part: Callable[[], None] | None = None
         self.ident = self.native = 0
@@ -126,6 +127,9 @@ class Scheduler:
                 self._by_thread[thread] = task
         return task
 
+    def started(self, task: Task) -> None:
+        self.pause(f"start of {task.who}", site_of(sys._getframe(1)))
+
     def begin(self, task: Task) -> None:
         with self._lock:
             if task.state is State.OUTSIDE:  # its turn has come, and passed, before
@@ -145,6 +149,10 @@ class Scheduler:
             if not self.is_free and (state is State.RUNNING or self._running is None):
                 self._choose()
 
+    def has_all_ranks(self) -> bool:
+        """Say whether the first threads of all ranks are still there."""
+        return all(task.state is not State.DONE for task in self._tasks[: self._size])
+
     def task_of(self, thread: threading.Thread) -> Task | None:
         """Return the task of a thread that a rank has started."""
         return self._by_thread.get(thread)
@@ -155,19 +163,22 @@ class Scheduler:
         site: str,
         is_ready: Callable[[], bool] | None = None,
         is_patient: bool = True,
+        is_seen: bool = True,
         gives_way: bool = False,
     ) -> bool:
         """Let the seed decide who runs next; return when it is the calling thread, and it is ready.
 
         Return False if it is not: then all run freely, or the wait was not `is_patient` and has
-        come to its end. One that `gives_way` does nothing but ask again and again.
+        come to its end. `is_seen` says that the engine would know of the wait as well. One that
+        `gives_way` does nothing but ask again and again.
         """
         task = self.current()
         if task is None:
             return is_ready is None or is_ready()
         with self._lock:
             task.what, task.site = what, site
-            task.is_ready, task.is_patient, task.has_expired = is_ready, is_patient, False
+            task.is_ready, task.has_expired = is_ready, False
+            task.is_patient, task.is_seen = is_patient, is_seen
             if gives_way:
                 task.priority = min(each.priority for each in self._tasks) - 1
             self._pause(task)
@@ -288,9 +299,7 @@ class Scheduler:
     def _pass_over(self, task: Task, turn: int) -> None:
         with self._lock:
             if self._running is task and self._turn == turn and not (self.is_free or self._is_busy):
-                self.steps.append(
-                    Step(task.who, "blocks outside of Phalanx, and is passed over", "")
-                )
+                self.steps.append(Step(task.who, "is blocked elsewhere, and passed over", ""))
                 task.state = State.OUTSIDE
                 if task.ident == 0:
                     task.baton.acquire(blocking=False)  # it is to wait for another turn
