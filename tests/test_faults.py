@@ -194,15 +194,19 @@ def test_ranks_agree_on_a_seed_that_nobody_gave(kind: Any) -> None:
     assert len(blocks) == 1
 
 
-def test_a_failure_tells_the_seed() -> None:
-    def body() -> None:
-        with faults(reorder=True, seed=1234):
-            dist.barrier()
-            assert dist.get_rank() != 1, "wrong"
+def fail_later(inside: bool) -> None:
+    with faults(reorder=True, seed=1234):
+        dist.barrier()
+        assert not inside or dist.get_rank() != 1, "wrong"
+    assert dist.get_rank() != 1, "wrong"
 
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_failure_tells_the_seed(kind: Any, inside: bool) -> None:
     with pytest.raises(AssertionError, match="wrong") as caught:
-        run_ranks(body, 2)
-    assert "under faults(reorder=True, seed=1234)" in caught.value.__notes__
+        run_ranks(fail_later, 2, inside, ranks=kind)
+    assert caught.value.__notes__.count("under faults(reorder=True, seed=1234)") == 1
 
 
 def hit_number(fn: Any, **given: Any) -> str:

@@ -168,7 +168,7 @@ def test_what_thread_ranks_share_is_found() -> None:
 
 
 def test_two_groups_crosswise_are_found() -> None:
-    with pytest.raises(dist.Deadlock, match="waits in wait for a lock") as caught:
+    with pytest.raises(dist.Deadlock, match="rank 1: wait for a lock") as caught:
         explore(uses_two_groups_crosswise_in_two_threads, 2)
     told = str(caught.value)
     with pytest.raises(dist.Deadlock, match=re.escape(told)):
@@ -406,6 +406,43 @@ def test_faults_can_be_explored() -> None:
     for run in explore(body, 3, seeds=range(3)):
         assert run.results[1] is None
         assert "rank 1 was killed by faults" in run.results[0]
+
+
+def test_a_rank_that_hangs_is_waited_for_until_the_timeout() -> None:
+    def body() -> None:
+        with faults(drop=1):
+            dist.barrier()
+
+    with pytest.raises(dist.DistTimeout, match="not arrived: rank 1") as caught:
+        explore(body, 2, group_timeout=0.5)
+    assert "(x" in caught.value.__notes__[-1]  # turns that are alike are told once
+
+
+def gets_a_message_of_another_size() -> None:
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(1), 1)
+    else:
+        dist.recv(torch.ones(2), 0)
+
+
+def test_a_message_that_does_not_fit_is_told() -> None:
+    with pytest.raises(dist.CollectiveMismatch, match="sent float32"):
+        explore(gets_a_message_of_another_size, 2, seeds=range(5))
+
+
+def test_any_message_can_be_the_first() -> None:
+    def body() -> int:
+        x = torch.zeros(1)
+        if dist.get_rank() > 0:
+            dist.send(x, 0)
+            return 0
+        work = dist.irecv(x)
+        assert work is not None
+        work.wait()
+        dist.recv(x)
+        return work.source_rank()
+
+    assert {run.results[0] for run in explore(body, 3, seeds=range(20))} == {1, 2}
 
 
 def test_messages_sent_before_the_end_arrive() -> None:

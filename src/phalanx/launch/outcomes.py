@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import phalanx
 from phalanx import _native
@@ -109,8 +110,8 @@ def settle(results: list[Any], failures: list[Failure], return_exceptions: bool)
         for failure in failures:
             results[failure.rank] = failure.error
         return results
-    if real := [failure for failure in failures if not failure.is_wanted]:
-        raise _first(real, len(results))
+    if not all(failure.is_wanted for failure in failures):
+        raise _first(failures, len(results))
     return results
 
 
@@ -120,6 +121,7 @@ def spell(ranks: Iterable[int]) -> str:
 
 
 def _first(failures: list[Failure], size: int) -> BaseException:
+    failures = [failure for failure in failures if not failure.is_wanted]
     real = [failure for failure in failures if not failure.is_echo] or failures
     together, *others = _alike(real)
     first = together[0]
@@ -153,6 +155,22 @@ def _alike(failures: Iterable[Failure]) -> list[list[Failure]]:
 
 def _ranks(failures: list[Failure]) -> str:
     return spell(failure.rank for failure in failures)
+
+
+_remarks: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+
+
+def remark(world: Any, text: str) -> None:
+    """Have a text be printed with whatever error ends this rank's world."""
+    _remarks.setdefault(world, []).append(text)
+
+
+def add_remarks(world: Any, error: BaseException) -> BaseException:
+    """Print with an error what was remarked on the world that it ends."""
+    for text in _remarks.get(world, []) if world is not None else []:
+        if text not in getattr(error, "__notes__", []):
+            label(error, text)
+    return error
 
 
 def label(error: BaseException, text: str) -> None:

@@ -354,6 +354,7 @@ def _outcome(rank: int, brief: _Brief) -> bytes:
             world.destroy_process_group()
         return _packed_result(result)
     except BaseException as error:
+        outcomes.add_remarks(world.current(), error)
         failure = Failure(rank, as_error(error), story(error))
         world.current_slot().fail(reason(failure))
         return _packed(failure)

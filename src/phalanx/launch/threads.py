@@ -19,7 +19,7 @@ import torch
 
 from phalanx import bystanders, logs, random, world
 from phalanx.debug import watch
-from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle
+from phalanx.launch.outcomes import GRACE, Failure, add_remarks, as_error, overdue, reason, settle
 from phalanx.stores import HashStore
 
 T = TypeVar("T")
@@ -191,7 +191,7 @@ class _Threads:
         except _Stop:
             pass
         except BaseException as error:
-            failure = Failure(rank.rank, as_error(error))
+            failure = Failure(rank.rank, add_remarks(rank.slot.world, as_error(error)))
             _log.info("rank %d failed: %s", rank.rank, failure)
             self.failures.append(failure)
             if not patient and not failure.is_wanted:

@@ -143,7 +143,7 @@ class Faults:
             self._make: layers.Make = lambda group: _Faulty(group, self)
             layers.add(world, self._make)
         if self.kind == "reorder":
-            _log.info("%r", self)
+            outcomes.remark(world, f"under {self!r}")
         return self
 
     def _concerned(self, size: int) -> set[int]:

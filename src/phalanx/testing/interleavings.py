@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import _thread
+import itertools
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
@@ -41,7 +43,8 @@ def explore(
     size: int,
     *args: object,
     seeds: Iterable[int] = range(100),
-    timeout: float = 60,
+    timeout: float | None = 60,
+    group_timeout: float | timedelta | None = None,
     buffered: bool | None = None,
     launch: Callable[..., list[T]] | None = None,
     replay: str | None = None,
@@ -59,8 +62,8 @@ def explore(
 
     The first failure is raised, with its seed, the last turns before it, and how to run it again.
     Whether results of different seeds agree is for the caller to compare: they are returned.
-    `timeout` is each run's. `launch` is what runs thread ranks, if not `run_threads`, and `replay`
-    what is said to run one seed again.
+    `timeout` is each run's, `group_timeout` the default group's. `launch` is what runs ranks, if
+    not `run_threads`, and `replay` what is said to run one seed again.
     """
     if replay is None:
         given = [getattr(fn, "__name__", repr(fn)), str(size), *["..."] * bool(args or kwargs)]
@@ -73,6 +76,7 @@ def explore(
             *args,
             seed=seed,
             timeout=timeout,
+            group_timeout=group_timeout,
             buffered=buffered,
             launch=launch,
             replay=replay,
@@ -87,7 +91,8 @@ def schedule(
     size: int,
     *args: object,
     seed: int,
-    timeout: float = 60,
+    timeout: float | None = 60,
+    group_timeout: float | timedelta | None = None,
     buffered: bool | None = None,
     launch: Callable[..., list[T]] | None = None,
     replay: str | None = None,
@@ -96,7 +101,7 @@ def schedule(
     """Run a function in the order that one seed gives, as `explore` does with many."""
     scheduler = Scheduler(seed, size)
     model = _models[scheduler] = Model(scheduler, buffered)
-    run: Callable[..., list[T]] = launch or partial(_run_threads, timeout)
+    run: Callable[..., list[T]] = launch or partial(_run_threads, timeout, group_timeout)
 
     def body(*args: object, **kwargs: object) -> T:
         return _take_turns(scheduler, model, fn, args, kwargs)
@@ -110,16 +115,25 @@ def schedule(
     return Run(seed, results, scheduler.steps)
 
 
-def _run_threads(timeout: float, body: Any, size: int, *args: Any, **kwargs: Any) -> list[Any]:
-    return threads.run_threads(body, size, *args, deadline=timeout, **kwargs)
+def _run_threads(
+    deadline: float | None,
+    timeout: float | timedelta | None,
+    body: Callable[..., T],
+    size: int,
+    *args: Any,
+    **kwargs: Any,
+) -> list[T]:
+    return threads.run_threads(body, size, *args, deadline=deadline, timeout=timeout, **kwargs)
 
 
 def _told(seed: int, steps: Sequence[Step], replay: str | None) -> str:
     again = (replay or "schedule(..., seed={seed})").replace("{seed}", str(seed))
-    shown = steps[-_SHOWN:]
+    alike = [(step, len(list(same))) for step, same in itertools.groupby(steps)][-_SHOWN:]
+    num_shown = sum(times for _, times in alike)
     lines = [f"in the order of seed {seed}; to run it again: {again}"]
-    lines.append(f"the last {len(shown)} of {len(steps)} turns, and what each went on with:")
-    return "\n".join([*lines, *(f"  {step}" for step in shown)])
+    lines.append(f"the last {num_shown} of {len(steps)} turns, and what each went on with:")
+    lines += [f"  {step}" + f" (x{times})" * (times > 1) for step, times in alike]
+    return "\n".join(lines)
 
 
 def _take_turns(

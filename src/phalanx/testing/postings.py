@@ -30,7 +30,7 @@ from phalanx.types import Timeout, seconds
 from phalanx.work import Deferral, Work
 from phalanx.world import World
 
-_LIMIT = 5.0  # seconds for an operation that all ranks have come to
+_LIMIT = 2.0  # seconds for an operation that all ranks have come to
 _POLLS = 3  # how often a work that could be done may say that it is not
 _MONITORED = "monitored_barrier"
 _SENDING = ("send ", "wait for send ")
@@ -91,15 +91,18 @@ class Posting:
             except BaseException as error:
                 self.error, self.is_done = error, True
 
-    def finish(self) -> None:
-        """See it to its end."""
+    def finish(self) -> bool:
+        """See it to its end; say whether it came to one."""
         if self.work is not None:
             try:
                 with expected():
                     self.work.wait(_LIMIT)
             except BaseException as error:
+                if isinstance(error, DistTimeout) and not self.work.is_completed():
+                    return False
                 self.error = error
         self.is_done = True
+        return True
 
     def outcome(self) -> Any:
         """Return what the call returns, or raise what it raises."""
@@ -261,8 +264,8 @@ class Model:
             for posting in postings:
                 if posting.task is me and me is not None:
                     posting.run()
-            for posting in later:
-                posting.finish()
+            if not all(posting.finish() for posting in later):
+                self.scheduler.go_free()
 
     # Groups that come and go
 
@@ -323,7 +326,7 @@ class Model:
         if all(task.is_seen for task in blocked) or not self.scheduler.has_all_ranks():
             return None
         lines = [f"{spell({task.rank for task in blocked})} wait and none of them can go on"]
-        lines += [f"  {task.who}  waits in {task.what}  at {task.site}" for task in blocked]
+        lines += [f"  {task.who}: {task.what}  at {task.site}" for task in blocked]
         if any(task.what.startswith(_SENDING) and not task.is_seen for task in blocked):
             lines.append(
                 "here a send waits for its receive, as large messages do and small ones need not: "

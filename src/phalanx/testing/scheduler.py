@@ -24,7 +24,8 @@ from phalanx.testing.operations import site_of
 
 _LOOK = 0.02  # seconds between looks at the thread that runs
 _NUM_LOOKS = 5  # after which one that has not moved is taken to be blocked
-_PART = 5.0  # seconds that ranks which have all come may take for an operation
+_PART = 4.0  # seconds that ranks which have all come may take for an operation
+_ASKS = 1000  # turns of those who only ask, after which time must pass for an answer
 _SLICE = 0.5  # seconds, after which a thread that is to be stopped notices
 
 
@@ -57,7 +58,7 @@ class Task:
         self.what, self.site = "start", ""
         self.is_ready: Callable[[], bool] | None = None
         self.is_patient = self.is_seen = True
-        self.has_expired = False
+        self.has_expired = self.gives_way = False
         self.part: Callable[[], None] | None = None
         self.ident = self.native = 0
         self.baton = _thread.allocate_lock()
@@ -92,6 +93,7 @@ class Scheduler:
         self._by_thread: dict[threading.Thread, Task] = {}
         self._running: Task | None = None
         self._turn = 0
+        self._asked = 0  # turns in which nobody did anything but ask
         self._lock = threading.RLock()
         self._is_busy = False  # with what several do together, and may wait in
         self._parts = 0
@@ -179,6 +181,7 @@ class Scheduler:
             task.what, task.site = what, site
             task.is_ready, task.has_expired = is_ready, False
             task.is_patient, task.is_seen = is_patient, is_seen
+            task.gives_way = gives_way
             if gives_way:
                 task.priority = min(each.priority for each in self._tasks) - 1
             self._pause(task)
@@ -214,6 +217,7 @@ class Scheduler:
         """Pass the turn on."""
         self._running = None
         self._turn += 1
+        expired = False
         paused = [task for task in self._tasks if task.state is State.PAUSED]
         ready = [task for task in paused if task.is_ready is None or task.is_ready()]
         if not ready:
@@ -224,9 +228,13 @@ class Scheduler:
                 self.verdict = self.when_stuck(paused)
                 self.go_free()
                 return
-            for task in ready:
-                task.has_expired = True
+            expired = True
         chosen = self._pick(ready)
+        chosen.has_expired = expired
+        self._asked = self._asked + 1 if chosen.gives_way else 0
+        if self._asked > _ASKS:
+            self.go_free()
+            return
         self.steps.append(Step(chosen.who, chosen.what, chosen.site))
         chosen.state = State.RUNNING
         self._running = chosen
@@ -292,7 +300,7 @@ class Scheduler:
                 now = (self._turn, _position(task))
             times = times + 1 if now is not None and now == seen else 0
             seen = now
-            if times >= _NUM_LOOKS and task is not None and _is_asleep(task):
+            if times >= _NUM_LOOKS and task is not None:
                 times = 0
                 self._pass_over(task, self._turn)
 
@@ -307,15 +315,21 @@ class Scheduler:
 
 
 def _position(task: Task) -> object:
-    frame = sys._current_frames().get(task.ident)
-    return None if frame is None else (id(frame), frame.f_lasti)
-
-
-def _is_asleep(task: Task) -> bool:
+    """Say where a thread stands; something else each time while it is not blocked."""
     if task.ident == 0:  # it has not begun: perhaps the threads of its pool are busy
-        return True
+        return "nowhere"
+    frame = sys._current_frames().get(task.ident)
+    facts = _facts(task)
+    if frame is None or not facts.get("State", "").startswith("S"):
+        return object()
+    # One that waits for the interpreter is woken again and again, one in a lock is not.
+    return id(frame), frame.f_lasti, facts["voluntary_ctxt_switches"]
+
+
+def _facts(task: Task) -> dict[str, str]:
+    """Return what the system knows of a thread."""
     try:
-        with open(f"/proc/self/task/{task.native}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "S"
+        with open(f"/proc/self/task/{task.native}/status") as file:
+            return dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
     except OSError:
-        return False
+        return {}
