@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed
+from torch_ranks import run_torch
 
 import phalanx as dist
 from phalanx.launch.outcomes import Killed
@@ -55,7 +57,8 @@ def test_a_killed_rank_looks_dead_to_the_others(kind: Any) -> None:
 def test_the_end_of_a_thread_names_the_fault_and_the_line() -> None:
     told, _ = run_ranks(survive_a_kill, 3)[0]
     assert "faults(kill=2, at='all_reduce#3') before all_reduce on group 'world'" in told
-    assert "test_faults.py:24 in count_to" in told
+    line = count_to.__code__.co_firstlineno + 3
+    assert f"on group 'world' at test_faults.py:{line} in count_to" in told
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -283,6 +286,45 @@ def train() -> None:
 
 def test_the_buckets_of_ddp_count() -> None:
     assert hit_number(train, at="all_reduce#3").startswith("Injected")
+
+
+def torch_objects() -> None:
+    for _ in range(3):
+        torch.distributed.all_gather_object([None] * 2, "x")
+
+
+def train_with_torch() -> None:
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    for _ in range(3):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def survive_in_torch() -> tuple[str, str]:
+    with faults(raises=[0, 1], at="monitored_barrier"):
+        told = outcome_of(torch.distributed.monitored_barrier)
+    with faults(kill=1, at="all_reduce#2"):
+        return told, outcome_of(train_with_torch)
+
+
+def test_programs_of_torch_have_faults() -> None:
+    survivor, killed = run_torch(survive_in_torch, 2)
+    assert killed is None
+    assert survivor[0].startswith("Injected")
+    assert "PeerFailed" in survivor[1]
+    assert "rank 1" in survivor[1]
+    assert "was killed by SIGKILL" in survivor[1]
+
+
+def count_objects_of_torch() -> str:
+    with faults(raises=[0, 1], at="all_gather_object#2"):
+        return outcome_of(torch_objects)
+
+
+def test_functions_of_torch_are_counted_as_programs_name_them() -> None:
+    for told in run_torch(count_objects_of_torch, 2):
+        assert told.startswith("Injected")
+        assert "before all_gather_object on group 'world'" in told
+        assert "in torch_objects" in told
 
 
 def test_a_group_can_be_chosen() -> None:
