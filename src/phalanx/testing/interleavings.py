@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any, Generic, TypeVar
-from weakref import WeakKeyDictionary
 
 from phalanx.groups import ProcessGroup
 from phalanx.launch import outcomes, threads
@@ -24,7 +23,7 @@ from phalanx.world import World, here
 
 T = TypeVar("T")
 
-_models: WeakKeyDictionary[Scheduler, Model] = WeakKeyDictionary()
+_models: dict[Scheduler, Model] = {}  # of the runs that go on
 
 _SHOWN = 12  # steps of a schedule that are told with a failure
 
@@ -112,6 +111,8 @@ def schedule(
         except BaseException as error:
             outcomes.label(error, _told(seed, scheduler.steps, replay))
             raise
+        finally:
+            del _models[scheduler]
     return Run(seed, results, scheduler.steps)
 
 
