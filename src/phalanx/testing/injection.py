@@ -172,6 +172,7 @@ class Faults:
         return f"faults/{self._number}/{word}"
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> bool:
+        __tracebackhide__ = True
         if self._is_dead:  # it communicates no more, whatever is in its way out
             return False
         if self._is_mine:
