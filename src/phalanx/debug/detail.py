@@ -1,7 +1,7 @@
 """What the level DETAIL adds: statistics of inputs, and the stacks of all ranks in errors.
 
-While it is on each group has a layer of it, so that no other level pays for it. What a rank is about
-to do it first notes where the others can read it, also while it hangs.
+While it is on each group has a layer of it, so that no other level pays for it. What a rank is
+about to do it first notes where the others can read it, also while it hangs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from phalanx import logs, profiling
 from phalanx.backends.base import COLLECTIVES, MESSAGES, Call
 from phalanx.debug import diary, layers, notes
 from phalanx.debug.diary import Diary
-from phalanx.debug.layers import Layer
+from phalanx.debug.layers import Layer, LayeredWork
 from phalanx.debug.notes import Entry, Statistics
 from phalanx.errors import DistBackendError
 from phalanx.groups import ProcessGroup
@@ -123,34 +123,25 @@ def _say(call: Called) -> None:
         )
 
 
-class DetailedWork(Work):
+class DetailedWork(LayeredWork):
     """A work whose errors say what all ranks were doing."""
 
     def __init__(self, work: Work, call: Called) -> None:
-        self._work = work
+        super().__init__(work)
         self._call = call
 
     def wait(self, timeout: Timeout | None = None) -> bool:
         try:
-            return self._work.wait(timeout)
+            return super().wait(timeout)
         except DistBackendError as error:
             explain(error, self._call)
             raise
 
-    def is_completed(self) -> bool:
-        return self._work.is_completed()
-
     def exception(self) -> BaseException | None:
-        error = self._work.exception()
+        error = super().exception()
         if isinstance(error, DistBackendError):
             explain(error, self._call)
         return error
-
-    def result(self) -> list[Tensor]:
-        return self._work.result()
-
-    def source_rank(self) -> int:
-        return self._work.source_rank()
 
 
 def explain(error: DistBackendError, call: Called) -> None:

@@ -8,10 +8,11 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import phalanx
 from phalanx import _native
@@ -21,6 +22,14 @@ from phalanx.errors import DistError, DistTimeout, PeerFailed
 GRACE = 5.0
 
 _PACKAGE = os.path.dirname(os.path.abspath(phalanx.__file__)) + os.sep
+
+
+class Killed(BaseException):
+    """Ends a rank that a test kills on purpose, which is nobody's failure."""
+
+
+# Told of the Failure of a rank that is about to be killed on purpose, if its launcher listens.
+last_word: Callable[[Failure], None] = lambda failure: None  # noqa: E731
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,11 @@ class Failure:
     def is_echo(self) -> bool:
         """Whether the rank only reports that another one failed."""
         return isinstance(self.error, PeerFailed)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a test has ended the rank on purpose."""
+        return isinstance(self.error, Killed)
 
     def __str__(self) -> str:
         text = str(self.error).partition("\n")[0]
@@ -88,6 +102,8 @@ def reason(failure: Failure) -> str:
     """Say how a rank failed, to its peers; what it only heard from another is passed on."""
     if failure.is_echo:
         return f"gave up because of another rank:\n{failure.error}"
+    if failure.is_wanted:
+        return str(failure.error)
     text = failure.traceback or story(failure.error)
     return f"raised an exception\n{text.rstrip()}"
 
@@ -106,13 +122,14 @@ def settle(results: list[Any], failures: list[Failure], return_exceptions: bool)
     """Return the results by rank, or raise the first real failure, labelled with its rank.
 
     The failures of ranks that only heard of another's do not count as real unless there is no
-    other. With `return_exceptions` nothing is raised: each failed rank's error is its result.
+    other; a rank that a test has killed on purpose has not failed, and its result is None. With
+    `return_exceptions` nothing is raised: each failed rank's error is its result.
     """
     if return_exceptions:
         for failure in failures:
             results[failure.rank] = failure.error
         return results
-    if failures:
+    if not all(failure.is_wanted for failure in failures):
         raise first_real(failures, len(results))
     return results
 
@@ -124,6 +141,7 @@ def spell(ranks: Iterable[int]) -> str:
 
 def first_real(failures: list[Failure], size: int) -> BaseException:
     """Return the error of the first real failure, labelled with its rank and with the others."""
+    failures = [failure for failure in failures if not failure.is_wanted]
     real = [failure for failure in failures if not failure.is_echo] or failures
     together, *others = _alike(real)
     first = together[0]
@@ -139,7 +157,7 @@ def first_real(failures: list[Failure], size: int) -> BaseException:
         if "\n" in where.strip():  # more than a headline
             lines.append(f"on rank {first.rank}:\n{where.rstrip()}")
     if lines:
-        _label(first.error, "\n".join(lines))
+        label(first.error, "\n".join(lines))
     return first.error
 
 
@@ -159,7 +177,24 @@ def _ranks(failures: list[Failure]) -> str:
     return spell(failure.rank for failure in failures)
 
 
-def _label(error: BaseException, text: str) -> None:
+_remarks: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+
+
+def remark(world: Any, text: str) -> None:
+    """Have a text be printed with whatever error ends this rank's world."""
+    _remarks.setdefault(world, []).append(text)
+
+
+def add_remarks(world: Any, error: BaseException) -> BaseException:
+    """Print with an error what was remarked on the world that it ends."""
+    for text in _remarks.get(world, []) if world is not None else []:
+        if text not in getattr(error, "__notes__", []):
+            label(error, text)
+    return error
+
+
+def label(error: BaseException, text: str) -> None:
+    """Have a text be printed with an error."""
     if sys.version_info >= (3, 11):
         error.add_note(text)
     else:  # no notes there: what is printed above an error is its innermost cause

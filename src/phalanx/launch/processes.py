@@ -31,6 +31,7 @@ import torch
 
 from phalanx import bystanders, logs, world
 from phalanx.errors import DistError
+from phalanx.launch import outcomes
 from phalanx.launch.descendants import descendants, kill_below
 from phalanx.launch.environment import Job
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle, story
@@ -207,7 +208,7 @@ class Processes:
             return
         _log.info("rank %d failed: %s", rank.rank, outcome)
         self.failures.append(outcome)
-        if not patient:
+        if not patient and not outcome.is_wanted:
             self._ending = min(self._ending, outcome.when + GRACE)
 
     def see_through(self, deadline: float | None, patient: bool) -> None:
@@ -217,7 +218,7 @@ class Processes:
 
     def give_up(self, after: float, patient: bool = False) -> None:
         """Count ranks that still run after so many seconds as failed, if nobody else has."""
-        if self.running and (patient or not self.failures):
+        if self.running and (patient or all(each.is_wanted for each in self.failures)):
             stacks = {rank.rank: rank.where() for rank in self.running}
             self.failures += overdue(stacks, len(self.ranks), after)
 
@@ -427,6 +428,7 @@ def live(rank: int, brief: Brief, loaded: Callable[[], None] = lambda: None) -> 
     os.environ.clear()
     os.environ.update(brief.environment, **Job.rank_variables(rank))
     _heed_environment()
+    outcomes.last_word = lambda failure: sender.send_bytes(_packed(failure))
     with open(Path(brief.directory, f"stacks{rank}"), "w") as stacks:
         faulthandler.register(_DUMP_STACKS, file=stacks, all_threads=True)
         outcome = _outcome(rank, brief, loaded)
@@ -456,6 +458,7 @@ def _outcome(rank: int, brief: Brief, loaded: Callable[[], None]) -> bytes:
             world.destroy_process_group()
         return _packed_result(result)
     except BaseException as error:
+        outcomes.add_remarks(world.current(), error)
         failure = Failure(rank, as_error(error), story(error))
         world.current_slot().fail(reason(failure))
         return packed(failure)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
@@ -23,6 +23,7 @@ from phalanx.launch.identity import here
 from phalanx.launch.outcomes import (
     GRACE,
     Failure,
+    add_remarks,
     as_error,
     overdue,
     reason,
@@ -112,6 +113,22 @@ class _Stop(BaseException):
     """Raised in a rank thread from outside, to end it."""
 
 
+class Scheduler(Protocol):
+    """Who decides when the threads of ranks run."""
+
+    def expect(self, rank: int, thread: threading.Thread | None) -> Any:
+        """Return a task for a thread, or for a call that a pool makes, that is about to start."""
+
+    def started(self, task: Any) -> None:
+        """Go on, or first let the thread that the calling one has started."""
+
+    def begin(self, task: Any) -> None:
+        """Be the task: return when it is its turn."""
+
+    def end(self, task: Any) -> None:
+        """Let others run: the task is over."""
+
+
 class _Slot(world.Slot):
     """A slot whose worlds know how many threads may act for its rank."""
 
@@ -183,6 +200,7 @@ class _Rank:
         self.limit = limit
         self.slot = limit.add(_Slot())
         self.stream = random.Stream() if rng else None
+        self.scheduler: Scheduler | None = None
 
     def count_thread(self, by: int) -> None:
         """Count a thread more or less that may act for this rank, in this world and later ones."""
@@ -237,7 +255,7 @@ class _Threads:
                     thread.start()
             _log.info("started %d ranks as threads of pid %d", len(self.ranks), os.getpid())
             self._wait()
-            if self.running and (patient or not self.failures):
+            if self.running and (patient or all(each.is_wanted for each in self.failures)):
                 self.failures += overdue(self._stacks(), len(self.ranks), deadline or 0)
         finally:
             self._stop()
@@ -252,10 +270,10 @@ class _Threads:
         except _Stop:
             pass
         except BaseException as error:
-            failure = Failure(rank.rank, as_error(error))
+            failure = Failure(rank.rank, add_remarks(rank.slot.world, as_error(error)))
             _log.info("rank %d failed: %s", rank.rank, failure)
             self.failures.append(failure)
-            if not patient:
+            if not patient and not failure.is_wanted:
                 self.limit.bring_forward(GRACE)
             rank.slot.fail(reason(failure))
         finally:
@@ -288,6 +306,11 @@ class _Threads:
         self._wait()
 
 
+def current_rank() -> _Rank | None:
+    """Return who the calling thread is, None if it belongs to no rank that is a thread."""
+    return cast("_Rank | None", here.rank)
+
+
 @contextmanager
 def _nobody() -> Iterator[None]:
     """Have threads started meanwhile belong to no rank."""
@@ -299,6 +322,30 @@ def _nobody() -> Iterator[None]:
         here.rank = outer
 
 
+class _Guest:
+    """A thread, or a task of a pool, that acts for a rank besides its first thread."""
+
+    def __init__(self, rank: _Rank, thread: threading.Thread | None = None) -> None:
+        self._rank = rank
+        self._scheduler = rank.scheduler
+        rank.count_thread(1)
+        if self._scheduler is not None:
+            self._task = self._scheduler.expect(rank.rank, thread)
+
+    def started(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.started(self._task)
+
+    def begin(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.begin(self._task)
+
+    def end(self) -> None:
+        self._rank.count_thread(-1)
+        if self._scheduler is not None:
+            self._scheduler.end(self._task)
+
+
 _start = threading.Thread.start
 _submit = ThreadPoolExecutor.submit
 
@@ -308,22 +355,25 @@ def _start_as_rank(self: threading.Thread) -> None:
     rank = cast("_Rank | None", here.rank)
     if rank is not None and not bystanders.includes(self):
         run = self.run
-        rank.count_thread(1)
+        guest = _Guest(rank, self)
 
         def run_as_rank() -> None:
             del self.run
             try:
                 with rank.identity():
+                    guest.begin()
                     run()
             finally:
-                rank.count_thread(-1)
+                guest.end()
 
         self.run = run_as_rank  # type: ignore[method-assign]
         try:
-            _start(self)
+            with _nobody():
+                _start(self)
         except BaseException:
-            rank.count_thread(-1)
+            guest.end()
             raise
+        guest.started()
     else:
         _start(self)
 
@@ -336,18 +386,21 @@ def _submit_as_rank(
     if rank is None:
         return _submit(self, fn, *args, **kwargs)
 
+    guest = _Guest(rank)
+
     def task() -> T:
         with rank.identity():
+            guest.begin()
             return fn(*args, **kwargs)
 
-    rank.count_thread(1)
     try:
         with _nobody():
             future = _submit(self, task)
     except BaseException:
-        rank.count_thread(-1)
+        guest.end()
         raise
-    future.add_done_callback(lambda _: rank.count_thread(-1))
+    future.add_done_callback(lambda _: guest.end())
+    guest.started()
     return future
 
 

@@ -7,16 +7,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from phalanx.testing.backend_kit import check_backend
+    from phalanx.testing.injection import faults
+    from phalanx.testing.interleavings import explore, schedule
     from phalanx.testing.ranks import run_ranks
     from phalanx.testing.store_kit import check_store
     from phalanx.testing.torch_threads.world import torch_world
 
-__all__ = ["check_backend", "check_store", "run_ranks", "torch_world"]
+__all__ = [
+    "check_backend",
+    "check_store",
+    "explore",
+    "faults",
+    "run_ranks",
+    "schedule",
+    "torch_world",
+]
 
 _ORIGINS = {
     "check_backend": "backend_kit",
     "check_store": "store_kit",
+    "explore": "interleavings",
+    "faults": "injection",
     "run_ranks": "ranks",
+    "schedule": "interleavings",
     "torch_world": "torch_threads.world",
 }
 
