@@ -1,7 +1,7 @@
 """What the level DETAIL adds: statistics of inputs, and the stacks of all ranks in errors.
 
-While it is on each group has a layer of it, so that no other level pays for it. What a rank is about
-to do it first notes where the others can read it, also while it hangs.
+While it is on each group has a layer of it, so that no other level pays for it. What a rank is
+about to do it first notes where the others can read it, also while it hangs.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ def run_threads(
     backend: str = "phalanx",
     timeout: float | timedelta | None = None,
     deadline: float | None = None,
-    rng: bool = True,
+    rng: random.Choice = True,
     return_exceptions: bool = False,
     **kwargs: object,
 ) -> list[T]:
@@ -43,7 +43,9 @@ def run_threads(
     Every rank has a world of its own, initialised before `fn` and destroyed after it: `get_rank()`
     tells them apart, also in threads they start, in tasks they give to a ThreadPoolExecutor and in
     autograd hooks. Unless `rng` is False each also has its own torch random stream, which starts
-    where the caller's stands (see `phalanx.random`). Arguments and results are shared, not copied.
+    where the caller's stands; with "all" also streams of Python's `random` and of NumPy's global
+    functions (for what cannot be caught see `phalanx.random.libraries`). Arguments and results are
+    shared, not copied.
 
     `backend` and `timeout` are the default group's; `deadline` is how many seconds the whole run
     may take. The first real failure is raised, labelled with its rank; its peers raise PeerFailed
@@ -64,7 +66,7 @@ def run_threads(
             world.destroy_process_group()
         return result
 
-    with _ranks_are_known(), watch.listening():
+    with _ranks_are_known(), random.told_apart(rng), watch.listening():
         threads = _Threads(live, [_Rank(rank, rng) for rank in range(size)])
         threads.run(deadline, return_exceptions)
     return settle(threads.results, threads.failures, return_exceptions)
@@ -100,12 +102,12 @@ class _Slot(world.Slot):
 
 
 class _Rank:
-    """Who a thread is: the rank's world and random stream."""
+    """Who a thread is: the rank's world and random streams."""
 
-    def __init__(self, rank: int, rng: bool) -> None:
+    def __init__(self, rank: int, rng: random.Choice) -> None:
         self.rank = rank
         self.slot = _Slot()
-        self.stream = random.Stream() if rng else None
+        self.streams = random.Streams(rng)
 
     def count_thread(self, by: int) -> None:
         """Count a thread more or less that may act for this rank, in this world and later ones."""
@@ -123,8 +125,7 @@ class _Rank:
         outer = getattr(_here, "rank", None)
         with ExitStack() as stack:
             stack.enter_context(world.bind(self.slot))
-            if self.stream is not None:
-                stack.enter_context(random.draw_from(self.stream))
+            stack.enter_context(self.streams.drawn_from())
             _here.rank = self
             try:
                 yield
