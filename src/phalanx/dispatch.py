@@ -7,6 +7,7 @@ under it cost what they cost anyway, in forward and in backward.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ class Key:
         self._name = name
         self._key = torch._C._dispatch_key_parse(name)
         self._set = torch._C.DispatchKeySet(self._key)
+        self._lock = threading.Lock()
         self._libraries: list[Any] = []  # torch forgets the kernels of one that is gone
 
     def register(
@@ -30,17 +32,23 @@ class Key:
         kernel: Callable[[torch._ops.OpOverload], Kernel],
     ) -> None:
         """Have `kernel(operator)` called instead of each operator by threads that include this."""
-        new = cast(Any, torch.library.Library)
-        fallback = new("_", "IMPL", self._name)
-        fallback.fallback(torch.library.fallthrough_kernel)
-        kernels = new("aten", "IMPL", self._name)
+        self.prepare()
+        kernels = cast(Any, torch.library.Library)("aten", "IMPL", self._name)
         for operator in operators:
             kernels.impl(operator, kernel(operator))
-        self._libraries += (fallback, kernels)
+        self._libraries.append(kernels)
+
+    def prepare(self) -> None:
+        """Let operators without a kernel pass, before any thread includes this."""
+        with self._lock:
+            if not self._libraries:
+                fallback = cast(Any, torch.library.Library)("_", "IMPL", self._name)
+                fallback.fallback(torch.library.fallthrough_kernel)
+                self._libraries.append(fallback)
 
     def is_registered(self) -> bool:
         """Say whether there are kernels."""
-        return bool(self._libraries)
+        return len(self._libraries) > 1
 
     def included(self) -> Any:
         """Let the calling thread see the kernels for the length of a block."""
@@ -49,6 +57,10 @@ class Key:
     def include(self, wanted: bool) -> None:
         """Let the calling thread see the kernels from now on, or no longer."""
         torch._C._dispatch_tls_set_dispatch_key_included(self._key, wanted)
+
+    def is_included(self) -> bool:
+        """Say whether the calling thread sees the kernels."""
+        return bool(torch._C._dispatch_tls_is_dispatch_key_included(self._key))
 
     def excluded(self) -> Any:
         """Let the calling thread, most likely one in a kernel, not see them for a block."""
