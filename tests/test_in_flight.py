@@ -293,6 +293,19 @@ def test_in_a_thread_that_communicates(detail):
     assert all(len(told) == 1 for told in run_ranks(body, 2))
 
 
+def test_in_threads_that_a_thread_rank_starts(detail):
+    def body():
+        x, told = torch.zeros(4), []
+        work = dist.all_reduce(x, async_op=True)
+        thread = threading.Thread(target=lambda: told.append(refused(x.sum)))
+        thread.start()
+        thread.join()
+        work.wait()
+        return len(told)
+
+    assert run_ranks(body, 2) == [1, 1]
+
+
 def on_two_groups():
     x, other = torch.ones(4), dist.new_group([0, 1])
     work = dist.all_reduce(x, async_op=True)

@@ -1,10 +1,10 @@
 """Tensors of asynchronous operations, and whoever touches one before its work has been waited for.
 
 At the level DETAIL a rank knows the memory of its operations in flight. Torch's operators, in
-threads that communicate, look there first (`phalanx.dispatch`): reading or writing what an
-operation writes raises `BufferInUse` on that line, and so does writing what one reads. What goes
-past torch (NumPy, pointers) is not seen, but changes of an input are: its checksum is compared by
-`wait()`.
+threads that communicate or that a thread rank has started, look there first (`phalanx.dispatch`):
+reading or writing what an operation writes raises `BufferInUse` on that line, and so does writing
+what one reads. What goes past torch (NumPy, pointers) is not seen, but changes of an input are: its
+checksum is compared by `wait()`.
 
 A tensor is free again when its operation is known to be over: `wait()` has returned,
 `is_completed()` has said so, or a later collective of the same group has ended, since these run in
@@ -258,6 +258,12 @@ def attend() -> None:
     """Have the operators of the calling thread looked at."""
     _KEY.prepare()
     _KEY.include(True)
+
+
+def follow() -> None:
+    """Have the operators of the calling thread looked at if its rank is watched."""
+    if current() in _flights:
+        attend()
 
 
 unseen = _KEY.excluded

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from phalanx import bystanders, logs, random, world
-from phalanx.debug import watch
+from phalanx.debug import in_flight, watch
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle
 from phalanx.stores import HashStore
 
@@ -126,6 +126,7 @@ class _Rank:
         with ExitStack() as stack:
             stack.enter_context(world.bind(self.slot))
             stack.enter_context(self.streams.drawn_from())
+            in_flight.follow()
             _here.rank = self
             try:
                 yield
