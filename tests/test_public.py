@@ -21,8 +21,8 @@ LAYERS = [
     {"algorithms", "data", "optim", "parallel"},
 ]
 # These may use all of the above, and none uses them.
-BESIDE = {"__main__", "bench", "cli", "commands", "completion", "debug", "demo", "doctor"}
-BESIDE |= {"launch", "machine", "random", "testing", "torch_backend", "trace"}
+BESIDE = {"__main__", "bench", "cli", "commands", "completion", "debug", "demo", "dispatch"}
+BESIDE |= {"doctor", "launch", "machine", "random", "testing", "torch_backend", "trace"}
 
 
 def test_all_is_sorted_and_complete():

@@ -15,8 +15,9 @@ class DebugLevel(enum.IntEnum):
     """How much is said.
 
     OFF: errors only. INFO: also log what happens to worlds and groups. DETAIL: also log every
-    operation, look for NaN and Inf in inputs, and add to errors the Python stack, the checksum and
-    the NaN count of every rank.
+    operation, look for NaN and Inf in inputs, refuse to touch tensors of operations that have not
+    been waited for, and add to errors the Python stack, the checksum and the NaN count of every
+    rank.
     """
 
     OFF = 0

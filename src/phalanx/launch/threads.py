@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch
 
 from phalanx import bystanders, logs, random, world
-from phalanx.debug import watch
+from phalanx.debug import in_flight, watch
 from phalanx.launch import identity, warned
 from phalanx.launch.identity import here
 from phalanx.launch.outcomes import (
@@ -46,7 +46,7 @@ def run_threads(
     backend: str = "phalanx",
     timeout: float | timedelta | None = None,
     deadline: float | None = None,
-    rng: bool = True,
+    rng: random.Choice = True,
     return_exceptions: bool = False,
     **kwargs: object,
 ) -> list[T]:
@@ -55,7 +55,9 @@ def run_threads(
     Every rank has a world of its own, initialised before `fn` and destroyed after it: `get_rank()`
     tells them apart, also in threads they start, in tasks they give to a ThreadPoolExecutor and in
     autograd hooks. Unless `rng` is False each also has its own torch random stream, which starts
-    where the caller's stands (see `phalanx.random`). Arguments and results are shared, not copied.
+    where the caller's stands; with "all" also streams of Python's `random` and of NumPy's global
+    functions (for what cannot be caught see `phalanx.random.libraries`). Arguments and results are
+    shared, not copied.
 
     `backend` and `timeout` are the default group's; `deadline` is how many seconds the whole run
     may take. The first real failure is raised, labelled with its rank; its peers raise PeerFailed
@@ -82,7 +84,7 @@ def run_threads(
 def run_as_ranks(
     live: Callable[[int], T],
     size: int,
-    rng: bool,
+    rng: random.Choice,
     deadline: float | None,
     return_exceptions: bool,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -91,7 +93,7 @@ def run_as_ranks(
 
     Every thread of a rank, also those that it starts, runs inside a context that `around` makes.
     """
-    with _ranks_are_known(), watch.listening():
+    with _ranks_are_known(), random.told_apart(rng), watch.listening():
         limit = _Limit()
         threads = _Threads(live, [_Rank(rank, rng, limit) for rank in range(size)], limit)
         for rank in threads.ranks:
@@ -190,16 +192,16 @@ class _Limit:
 
 
 class _Rank:
-    """Who a thread is: the rank's world and random stream."""
+    """Who a thread is: the rank's world and random streams."""
 
     around: Callable[[], AbstractContextManager[None]] = nullcontext  # of each of its threads
 
-    def __init__(self, rank: int, rng: bool, limit: _Limit) -> None:
+    def __init__(self, rank: int, rng: random.Choice, limit: _Limit) -> None:
         self.rank = rank
         self.outer = here.rank
         self.limit = limit
         self.slot = limit.add(_Slot())
-        self.stream = random.Stream() if rng else None
+        self.streams = random.Streams(rng)
         self.scheduler: Scheduler | None = None
 
     def count_thread(self, by: int) -> None:
@@ -218,9 +220,9 @@ class _Rank:
         outer = here.rank
         with ExitStack() as stack:
             stack.enter_context(world.bind(self.slot))
-            if self.stream is not None:
-                stack.enter_context(random.draw_from(self.stream))
+            stack.enter_context(self.streams.drawn_from())
             stack.enter_context(self.around())
+            in_flight.follow()
             here.rank = self
             try:
                 yield
