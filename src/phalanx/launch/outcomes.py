@@ -108,6 +108,7 @@ def settle(results: list[Any], failures: list[Failure], return_exceptions: bool)
     The failures of ranks that only heard of another's do not count as real unless there is no
     other. With `return_exceptions` nothing is raised: each failed rank's error is its result.
     """
+    __tracebackhide__ = True
     if return_exceptions:
         for failure in failures:
             results[failure.rank] = failure.error

@@ -12,6 +12,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO
 
+from phalanx import bystanders
+
 # One colour per rank: readable on dark and on light ground, and never red, which means failure.
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _CLEAR_LINE = "\r\x1b[K"
@@ -54,18 +56,20 @@ class Screen:
 
     On a terminal an unfinished line (a progress bar, a question) stays below what is printed
     meanwhile; elsewhere only what became of it is printed. A thread does the writing: whoever
-    decides on the life of ranks must not wait for somebody to read.
+    decides on the life of ranks must not wait for somebody to read. They are `borrowed` if they are
+    those of a program that goes on to use them, as a notebook: then they stay as they are.
     """
 
-    def __init__(self) -> None:
-        self.output, self.errors = _usable(sys.stdout), _usable(sys.stderr)
+    def __init__(self, borrowed: bool = False) -> None:
+        self.output, self.errors = _present(sys.stdout), _present(sys.stderr)
         self.problem: OSError | None = None  # why one of them can no longer be written to
+        self._borrowed = borrowed
         self._terminal = self.output.isatty() and self.errors.isatty()
         self._shown = ""
         self._unfinished: dict[object, str] = {}  # of those who write, the latest last
         self._queue: SimpleQueue[tuple[IO[str], str] | None] = SimpleQueue()
         self._put = self._written = 0  # characters; each is counted by one thread alone
-        self._writer = threading.Thread(target=self._write_all, daemon=True)
+        self._writer = bystanders.mark(threading.Thread(target=self._write_all, daemon=True))
         self._writer.start()
 
     @property
@@ -100,7 +104,7 @@ class Screen:
         self._shown = self._latest
         self._write(self.errors, self._shown)
 
-    def close(self, seconds: float) -> bool:
+    def close(self, seconds: float | None) -> bool:
         """Wait for all to be written; returns whether it was, in that time."""
         self._queue.put(None)
         self._writer.join(seconds)
@@ -119,27 +123,35 @@ class Screen:
         while entry := self._queue.get():
             stream, text = entry
             try:
-                stream.write(text)
-                stream.flush()
+                _print(stream, text)
             except OSError as error:
                 self.problem = self.problem or error
-                # What is left in its buffer must not fail once more when Python ends.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                if not self._borrowed:
+                    # What is left in its buffer must not fail once more when Python ends.
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             self._written += len(text)
 
 
-def _usable(stream: IO[str] | None) -> IO[str]:
-    """Return the stream, made to take any text; one that is closed swallows it."""
-    if stream is None:
-        return open(os.devnull, "w")
-    stream.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]
-    return stream
+def _print(stream: IO[str], text: str) -> None:
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:
+        encoding = getattr(stream, "encoding", None) or "ascii"
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    except ValueError as error:  # it is closed
+        raise OSError(str(error)) from error
+    stream.flush()
+
+
+def _present(stream: IO[str] | None) -> IO[str]:
+    """Return the stream; one that is not there swallows all."""
+    return open(os.devnull, "w") if stream is None else stream
 
 
 class Speaker:
     """One stream of one rank: cuts what it writes into lines and passes them on."""
 
-    def __init__(self, rank: int, screen: Screen, stream: IO[str], log: Path | None) -> None:
+    def __init__(self, rank: int, screen: Screen, stream: IO[str], log: Path | None = None) -> None:
         self._screen = screen
         self._stream = stream
         self._label = label(rank, stream)
