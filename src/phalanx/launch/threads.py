@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -18,7 +18,7 @@ import torch
 
 from phalanx import bystanders, logs, random, world
 from phalanx.debug import watch
-from phalanx.launch import identity
+from phalanx.launch import identity, notebook, voices
 from phalanx.launch.identity import here
 from phalanx.launch.outcomes import (
     GRACE,
@@ -47,6 +47,7 @@ def run_threads(
     deadline: float | None = None,
     rng: bool = True,
     return_exceptions: bool = False,
+    label: bool | None = None,
     **kwargs: object,
 ) -> list[T]:
     """Run `fn(*args, **kwargs)` on `size` ranks, each a thread, and return what each returned.
@@ -62,20 +63,24 @@ def run_threads(
     call is interrupted, get an exception at their next Python instruction. With `return_exceptions`
     failures are returned in their rank's place.
 
-    Torch's intra-op threads are counted per rank: `torch.set_num_threads(1)` suits many ranks.
+    With `label` every line that a rank prints begins with "[rank 2]"; unless you say, that is so in
+    a notebook. Torch's intra-op threads are counted per rank: `torch.set_num_threads(1)` suits many ranks.
     """
+    __tracebackhide__ = True
     if size < 1:
         raise ValueError(f"run_threads needs a size of at least 1, got {size}")
     store = HashStore()
 
     def live(rank: int) -> T:
+        __tracebackhide__ = True
         world.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         result = fn(*args, **kwargs)
         if world.is_initialized():
             world.destroy_process_group()
         return result
 
-    with _ranks_are_known(), watch.listening():
+    labelled = voices.labelled() if notebook.labelling(label) else nullcontext()
+    with _ranks_are_known(), watch.listening(), labelled:
         limit = _Limit()
         threads = _Threads(live, [_Rank(rank, rng, limit) for rank in range(size)], limit)
         threads.run(deadline, return_exceptions)
@@ -226,6 +231,7 @@ class _Threads:
                     rank.close()
 
     def _main(self, rank: _Rank, patient: bool) -> None:
+        __tracebackhide__ = True
         try:
             with rank.identity():
                 self.results[rank.rank] = self.live(rank.rank)
