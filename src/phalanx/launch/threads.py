@@ -64,7 +64,9 @@ def run_threads(
     failures are returned in their rank's place.
 
     With `label` every line that a rank prints begins with "[rank 2]"; unless you say, that is so in
-    a notebook. Torch's intra-op threads are counted per rank: `torch.set_num_threads(1)` suits many ranks.
+    a notebook.
+
+    Torch's intra-op threads are counted per rank: `torch.set_num_threads(1)` suits many ranks.
     """
     __tracebackhide__ = True
     if size < 1:
