@@ -38,7 +38,9 @@ class Cell:
         return plain("".join(found))
 
     def lines(self, name: str = "stdout") -> list[str]:
-        return self.text(name).splitlines()
+        """Return the lines as they are seen, where a carriage return lets them be overwritten."""
+        lines = self.text(name).split("\n")
+        return [line.rpartition("\r")[2] for line in lines if line]
 
     @property
     def value(self) -> str | None:

@@ -168,10 +168,28 @@ def test_of_a_progress_bar_its_last_state_is_left(notebook: Notebook, call: str)
         "    print(file=sys.stderr)\n"
         f"_ = dist.{call}(advance, 2)"
     )
-    assert sorted(line.strip() for line in cell.lines("stderr")) == [
-        "[rank 0] 100%",
-        "[rank 1] 100%",
-    ]
+    assert sorted(cell.lines("stderr")) == ["[rank 0] 100%", "[rank 1] 100%"]
+
+
+def test_a_progress_bar_is_seen_while_it_advances(notebook: Notebook) -> None:
+    go = notebook.folder / "advance"
+
+    async def watch(cell: Cell) -> None:
+        await notebook.until(lambda: cell.lines("stderr")[-1:] == ["[rank 0] 50%"])
+        go.touch()
+
+    cell = notebook.run(
+        "def advance():\n"
+        "    print('0%', end='', file=sys.stderr, flush=True)\n"
+        "    print('\\r50%', end='', file=sys.stderr, flush=True)\n"
+        f"    while not Path({str(go)!r}).exists():\n"
+        "        time.sleep(0.01)\n"
+        "    print('meanwhile', file=sys.stderr)\n"
+        "    print('100%', file=sys.stderr)\n"
+        "_ = dist.spawn(advance, 1)",
+        watch,
+    )
+    assert cell.lines("stderr") == ["[rank 0] 50%meanwhile", "[rank 0] 100%"]
 
 
 def test_as_torch_calls_it(notebook: Notebook) -> None:

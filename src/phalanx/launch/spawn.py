@@ -92,7 +92,7 @@ def spawn(  # type: ignore[misc]  # for fn's keyword arguments: none is called a
     """
     __tracebackhide__ = True
     if isinstance(args, int) and not isinstance(args, bool):
-        if unfit := sorted({"args", *_AS_TORCH} & options.keys()):
+        if unfit := sorted(set(_AS_TORCH) & options.keys()):
             raise TypeError(
                 f"spawn(fn, size) takes no {' or '.join(unfit)}: it calls fn as run_threads does; "
                 "spawn(fn, args, nprocs) calls fn(rank, *args) and takes that"
