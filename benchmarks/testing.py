@@ -278,7 +278,7 @@ the rounds and the middle half of them.
 
 `MultiProcContinuousTest` keeps one process group, and all that a test leaves behind, for a whole
 class. `world(4, ranks="processes")` makes a new group for each test, and gives it processes that
-are as new ones are. `MultiThreadedTestCase` has one random stream for all ranks, and no deadlines."""
+are as new ones are. `MultiThreadedTestCase` has one random stream for all ranks."""
 
 
 def document(data: dict[str, Any], pictures: Pictures) -> str:
