@@ -125,6 +125,7 @@ def settle(results: list[Any], failures: list[Failure], return_exceptions: bool)
     other; a rank that a test has killed on purpose has not failed, and its result is None. With
     `return_exceptions` nothing is raised: each failed rank's error is its result.
     """
+    __tracebackhide__ = True
     if return_exceptions:
         for failure in failures:
             results[failure.rank] = failure.error

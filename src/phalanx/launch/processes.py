@@ -31,12 +31,13 @@ import torch
 
 from phalanx import bystanders, logs, world
 from phalanx.errors import DistError
-from phalanx.launch import outcomes
+from phalanx.launch import notebook, outcomes
 from phalanx.launch.descendants import descendants, kill_below
 from phalanx.launch.environment import Job
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle, story
 from phalanx.launch.parcels import main_as_it_is, pack
 from phalanx.launch.placement import THREADS_VARIABLE
+from phalanx.launch.relay import Mouth, Relay
 from phalanx.process import signal_name
 from phalanx.stores import FileStore
 from phalanx_autoload import REPLACE, register
@@ -59,7 +60,7 @@ class Brief(NamedTuple):
     """All that a rank's process needs to know."""
 
     size: int
-    task: bytes  # a function, its arguments and its keyword arguments, packed
+    task: bytes  # see `pack_task`
     environment: dict[str, str]
     group: Group | None  # if there is none, the function is told its rank and makes its own
     directory: str
@@ -112,9 +113,9 @@ def environment_of(size: int) -> dict[str, str]:
 def pack_task(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> bytes:
-    """Pack a function and its arguments for other processes."""
+    """Pack a function and its arguments, and where it is from, for other processes."""
     try:
-        return pack((fn, args, kwargs or {}))
+        return pack((fn, args, kwargs or {}, notebook.sources()))
     except TypeError as error:
         raise TypeError(
             f"cannot send {fn!r} and its arguments to other processes: {error}; "
@@ -140,6 +141,7 @@ class Processes:
         daemon: bool | None = None,
         hire: Callable[[int, Brief], Rank] | None = None,
         within: str | None = None,
+        relay: Relay | None = None,
     ) -> None:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             os._exit(_UNGUARDED)  # the launcher says what is wrong, once
@@ -154,13 +156,16 @@ class Processes:
         # turn for somebody to take their results. What they need goes after that.
         self._stop_listening = Finalize(self, _close, (self.ranks,), exitpriority=10)
         self._tidy = Finalize(None, shutil.rmtree, (directory, True), exitpriority=-10)
+        self._hush = Finalize(None, relay.close, exitpriority=-5) if relay else None
         brief = Brief(size, task, environment, group, directory)
-        hire = hire or partial(NewRank, context=starting(start_method), daemon=daemon)
+        hire = hire or partial(NewRank, context=starting(start_method), daemon=daemon, relay=relay)
         try:
             with main_as_it_is():
                 for rank in range(size):
                     self.ranks.append(hire(rank, brief))
                     self.running.add(self.ranks[-1])
+            if relay:
+                relay.start()
         except BaseException:
             self.end()
             raise
@@ -242,6 +247,8 @@ class Processes:
                 rank.close()
             self._stop_listening()
             self._tidy()
+            if self._hush:
+                self._hush()
 
 
 def starting(start_method: str) -> Any:
@@ -394,19 +401,26 @@ def kill(process: BaseProcess) -> None:
 class NewRank(Rank):
     """A rank whose process lives as long as its function."""
 
-    def __init__(self, rank: int, brief: Brief, context: Any, daemon: bool | None) -> None:
+    def __init__(
+        self, rank: int, brief: Brief, context: Any, daemon: bool | None, relay: Relay | None
+    ) -> None:
         outcome, sender = context.Pipe(duplex=False)
+        mouth = relay.mouth(rank, context) if relay else None
         process = context.Process(
-            target=_main, args=(rank, brief, sender), name=f"rank{rank}", daemon=daemon
+            target=_main, args=(rank, brief, sender, mouth), name=f"rank{rank}", daemon=daemon
         )
         process.start()
         sender.close()
+        if mouth:
+            mouth.close()
         super().__init__(rank, brief, process, outcome)
         _log.info("started rank %d of %d as pid %d", rank, brief.size, self.pid)
 
 
-def _main(rank: int, brief: Brief, sender: Connection) -> None:
+def _main(rank: int, brief: Brief, sender: Connection, mouth: Mouth | None) -> None:
     """Be one rank: the whole life of its process."""
+    if mouth:
+        mouth.open()
     begin(brief.directory)
     if not os.path.isdir(brief.directory):  # the launcher was interrupted and has given up
         return
@@ -447,7 +461,8 @@ def _heed_environment() -> None:
 
 def _outcome(rank: int, brief: Brief, loaded: Callable[[], None]) -> bytes:
     try:
-        fn, args, kwargs = pickle.loads(brief.task)
+        fn, args, kwargs, cells = pickle.loads(brief.task)
+        notebook.know(cells)
         loaded()
         if brief.group is None:
             args = (rank, *args)

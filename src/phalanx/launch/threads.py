@@ -18,7 +18,7 @@ import torch
 
 from phalanx import bystanders, logs, random, world
 from phalanx.debug import in_flight, watch
-from phalanx.launch import identity, warned
+from phalanx.launch import identity, notebook, voices, warned
 from phalanx.launch.identity import here
 from phalanx.launch.outcomes import (
     GRACE,
@@ -48,6 +48,7 @@ def run_threads(
     deadline: float | None = None,
     rng: random.Choice = True,
     return_exceptions: bool = False,
+    label: bool | None = None,
     **kwargs: object,
 ) -> list[T]:
     """Run `fn(*args, **kwargs)` on `size` ranks, each a thread, and return what each returned.
@@ -65,20 +66,27 @@ def run_threads(
     call is interrupted, get an exception at their next Python instruction. With `return_exceptions`
     failures are returned in their rank's place.
 
+    With `label` every line that a rank prints begins with "[rank 2]"; unless you say, that is so in
+    a notebook.
+
     Torch's intra-op threads are counted per rank: `torch.set_num_threads(1)` suits many ranks.
     """
+    __tracebackhide__ = True
     if size < 1:
         raise ValueError(f"run_threads needs a size of at least 1, got {size}")
     store = HashStore()
 
     def live(rank: int) -> T:
+        __tracebackhide__ = True
         world.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         result = fn(*args, **kwargs)
         if world.is_initialized():
             world.destroy_process_group()
         return result
 
-    return run_as_ranks(live, size, rng, deadline, return_exceptions)
+    labelled = voices.labelled() if notebook.labelling(label) else nullcontext()
+    with labelled:
+        return run_as_ranks(live, size, rng, deadline, return_exceptions)
 
 
 def run_as_ranks(
@@ -266,6 +274,7 @@ class _Threads:
                     rank.close()
 
     def _main(self, rank: _Rank, patient: bool) -> None:
+        __tracebackhide__ = True
         try:
             with rank.identity():
                 self.results[rank.rank] = self.live(rank.rank)
