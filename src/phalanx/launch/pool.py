@@ -21,7 +21,7 @@ from multiprocessing.util import Finalize
 from typing import Any, NamedTuple, TypeVar
 
 from phalanx import logs
-from phalanx.launch import processes
+from phalanx.launch import outcomes, processes
 from phalanx.launch.outcomes import GRACE, Failure, as_error, settle, story
 from phalanx.launch.parcels import main_as_it_is, pack
 from phalanx.launch.processes import UNDECIDED, Brief, Group, Processes, Rank, pack_task
@@ -288,6 +288,7 @@ class _Server:
             os.chdir(job.directory)
             sys.path[:], sys.argv[:] = job.path, job.arguments
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            outcomes.last_word = lambda failure: self._send(_OUTCOME, processes.packed(failure))
             outcome = processes.live(job.rank, job.brief, imports.done)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._send(_OUTCOME, outcome)

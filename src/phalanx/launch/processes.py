@@ -424,6 +424,7 @@ def _main(rank: int, brief: Brief, sender: Connection, mouth: Mouth | None) -> N
     begin(brief.directory)
     if not os.path.isdir(brief.directory):  # the launcher was interrupted and has given up
         return
+    outcomes.last_word = lambda failure: sender.send_bytes(packed(failure))
     outcome = live(rank, brief)
     with suppress(BrokenPipeError):  # nobody waits for it
         sender.send_bytes(outcome)
@@ -442,7 +443,6 @@ def live(rank: int, brief: Brief, loaded: Callable[[], None] = lambda: None) -> 
     os.environ.clear()
     os.environ.update(brief.environment, **Job.rank_variables(rank))
     _heed_environment()
-    outcomes.last_word = lambda failure: sender.send_bytes(_packed(failure))
     with open(Path(brief.directory, f"stacks{rank}"), "w") as stacks:
         faulthandler.register(_DUMP_STACKS, file=stacks, all_threads=True)
         outcome = _outcome(rank, brief, loaded)
