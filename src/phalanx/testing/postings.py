@@ -11,7 +11,7 @@ import sys
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import CodeType, FrameType
 from typing import Any
 
@@ -31,6 +31,7 @@ from phalanx.work import Deferral, Work
 from phalanx.world import World
 
 _LIMIT = 2.0  # seconds for an operation that all ranks have come to
+_KEPT = 64 << 10  # bytes of a message that the engine keeps for whoever receives it
 _POLLS = 3  # how often a work that could be done may say that it is not
 _MONITORED = "monitored_barrier"
 _SENDING = ("send ", "wait for send ")
@@ -74,6 +75,12 @@ class Posting:
     def tag(self) -> int:
         return int(self.args[2]) if len(self.args) > 2 else 0
 
+    def must_end(self) -> bool:
+        """Say whether its rank must not leave the group before it is done."""
+        if self.name == "send":  # what was said to be sent, and the engine does not keep
+            return self.is_eager and self.args[0].nbytes > _KEPT
+        return self.name != "recv"
+
     def run(self) -> None:
         """Do it, in the call itself."""
         try:
@@ -85,11 +92,14 @@ class Posting:
     def issue(self) -> None:
         """Give it to the engine, as if from the line that posted it."""
         if self.work is None and self.error is None:
-            call = lambda: self.operation(*self.args, **self.kwargs, async_op=True)  # noqa: E731
             try:
-                self.work = eval(self.code, {"call": call})
+                self.work = eval(self.code, {"call": self._start})
             except BaseException as error:
                 self.error, self.is_done = error, True
+
+    def _start(self) -> Work:
+        started: Work = self.operation(*self.args, **self.kwargs, async_op=True)
+        return started
 
     def finish(self) -> bool:
         """See it to its end; say whether it came to one."""
@@ -301,13 +311,16 @@ class Model:
     def drain(self, group: ProcessGroup) -> None:
         """Bring what a rank has issued to its end, as far as others let it, before it leaves."""
         rank, model = group.rank(), self.of(group)
-        waiting = [p for p in model.pending(rank) if p.name not in ("send", "recv")]
-        if waiting:
-            last = waiting[-1]
+        for posting in model.pending(rank):
+            if posting.is_done or not posting.must_end():
+                continue
             if self.scheduler.pause(
-                f"end, after {last.what}", last.site, lambda: self.can_complete(last)
+                f"end, after {posting.what}",
+                posting.site,
+                partial(self.can_complete, posting),
+                is_seen=posting.name != "send",
             ):
-                self.complete(last)
+                self.complete(posting)
         for posting in model.pending(rank):
             if posting.name == "send":
                 posting.issue()
