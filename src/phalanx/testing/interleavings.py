@@ -54,10 +54,12 @@ def explore(
     Only one rank runs at a time. Whenever it posts an operation, waits for a work or looks at one,
     the seed decides who goes on: the same seed gives the same order. It also decides when an
     asynchronous operation completes, as early as it can or not before somebody waits for it, which
-    message a receive from any rank gets, and whether a send returns before its message is received
-    (`buffered` says that all do, or none). Threads that a rank starts take turns as well. A thread
-    that waits where this is not seen (in a store, or a lock that was made before) is passed over;
-    orders are then not exactly repeatable. `time.sleep` takes no time.
+    message a receive from any rank gets, and whether a send of up to 64 KiB returns before its
+    message is received (`buffered` says that all do, or none; larger ones never do).
+
+    Threads that a rank starts take turns as well. A thread that waits where this is not seen (in a
+    store, or in a lock that was made before) is passed over; orders are then not exactly
+    repeatable. `time.sleep` takes no time.
 
     The first failure is raised, with its seed, the last turns before it, and how to run it again.
     Whether results of different seeds agree is for the caller to compare: they are returned.

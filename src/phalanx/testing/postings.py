@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx import work as works
+from phalanx.backends.base import MESSAGES
 from phalanx.debug import layers
 from phalanx.debug.layers import Layer
 from phalanx.errors import DistTimeout, expected
@@ -61,10 +62,15 @@ class Posting:
     def what(self) -> str:
         """What a schedule says of it."""
         where = f"on group {self.group.group_name!r}"
-        if self.name not in ("send", "recv"):
+        if self.name not in MESSAGES:
             return f"{self.name} {where}"
         peer = "any rank" if self.peer is None else f"rank {self.group.ranks[self.peer]}"
         return f"{self.name} {'to' if self.name == 'send' else 'from'} {peer} {where}"
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether the engine would wait for it, too."""
+        return self.name != "send" or self.args[0].nbytes > _KEPT
 
     @property
     def peer(self) -> int | None:
@@ -74,12 +80,6 @@ class Posting:
     @property
     def tag(self) -> int:
         return int(self.args[2]) if len(self.args) > 2 else 0
-
-    def must_end(self) -> bool:
-        """Say whether its rank must not leave the group before it is done."""
-        if self.name == "send":  # what was said to be sent, and the engine does not keep
-            return self.is_eager and self.args[0].nbytes > _KEPT
-        return self.name != "recv"
 
     def run(self) -> None:
         """Do it, in the call itself."""
@@ -196,9 +196,9 @@ class Model:
         """Add an operation to those that others can see."""
         group, rank = self.of(posting.group), posting.group.rank()
         if posting.name == "send":
-            posting.is_eager = self._chance(self._eager)
+            tensor, *others = posting.args
+            posting.is_eager = tensor.nbytes <= _KEPT and self._chance(self._eager)
             if posting.is_eager:
-                tensor, *others = posting.args
                 posting.args = (tensor.detach().clone(), *others)
                 posting.task = None
             assert posting.peer is not None
@@ -233,7 +233,7 @@ class Model:
         if posting.is_done:
             return
         group = self.of(posting.group)
-        if posting.name in ("send", "recv"):
+        if posting.name in MESSAGES:
             me = posting.group.rank() if posting.name == "recv" else posting.peer
             assert me is not None
             self._deliver(group, me, posting)
@@ -312,13 +312,12 @@ class Model:
         """Bring what a rank has issued to its end, as far as others let it, before it leaves."""
         rank, model = group.rank(), self.of(group)
         for posting in model.pending(rank):
-            if posting.is_done or not posting.must_end():
+            if posting.is_done or posting.name in MESSAGES:
                 continue
             if self.scheduler.pause(
                 f"end, after {posting.what}",
                 posting.site,
                 partial(self.can_complete, posting),
-                is_seen=posting.name != "send",
             ):
                 self.complete(posting)
         for posting in model.pending(rank):
@@ -390,7 +389,7 @@ class _Posted(Layer):
                 posting.site,
                 lambda: model.can_complete(posting),
                 is_patient=timeout is None,
-                is_seen=name != "send",
+                is_seen=posting.is_seen,
             )
             if posting.is_done:
                 break
@@ -432,7 +431,7 @@ class ModelWork(Work):
                 _site(),
                 lambda: model.can_complete(posting),
                 is_patient=limit is None,
-                is_seen=posting.name != "send",
+                is_seen=posting.is_seen,
             )
             if posting.is_done:
                 break

@@ -65,7 +65,7 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
             pool.ranks(world.size, task, group, terminal.hear) as ranks,
         ):
             ranks.see_through(None if body.traces else world.timeout, False)
-            failures += map(_opened, ranks.failures)
+            failures += [_opened(each) for each in ranks.failures if not each.is_wanted]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     answers = [each for each in ranks.results if isinstance(each, Answer)]
