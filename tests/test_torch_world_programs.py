@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import test_torch_backend as backend
+import test_torch_compile as compiling
 import test_torch_ddp as ddp
 import test_torch_ecosystem as ecosystem
 import test_torch_sharding as sharding
@@ -77,6 +78,7 @@ PROGRAMS = [
     for name, function in vars(module).items()
     if name.startswith("test_") and "outcomes" in inspect.signature(function).parameters
 ]
+PROGRAMS.append(compiling.test_collectives_inside_one_graph)
 # On any backend, torch warns of works in it at the end of the process.
 PROGRAMS.remove(ecosystem.test_functional_collectives_in_place)
 

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo import eval_frame
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -116,3 +117,24 @@ def test_a_context_of_one_rank_is_not_that_of_others():
         return len(handlers._custom_op_handlers) > usual
 
     assert torch_world(2).run(program) == [True, False]
+
+
+@torch.compile(backend="eager")
+def scaled(tensor):
+    return tensor * (10 * dist.get_world_size() + dist.get_rank())
+
+
+def test_each_rank_has_what_it_compiled():
+    def program():
+        values = []
+        for _ in range(2):
+            values += [scaled(torch.ones(1)).item(), shifted(torch.ones(1)).item()]
+            dist.barrier()
+        return values
+
+    shifted = torch.compile(lambda tensor: tensor + dist.get_rank(), backend="eager")
+    decide = eval_frame._callback_from_stance
+    for size in (2, 3, 2):
+        expected = [[10 * size + rank, 1 + rank] * 2 for rank in range(size)]
+        assert torch_world(size).run(program) == expected
+    assert eval_frame._callback_from_stance is decide

@@ -16,10 +16,15 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
 from phalanx.testing.torch_threads import environment
+from phalanx.testing.torch_threads.compiling import for_ranks
 from phalanx.testing.torch_threads.ranks import OwnHandlers, States, mine
 from phalanx.torch_backend import handlers, lifted, replacing
 from phalanx.torch_backend.theirs import c10d, dist, state
+from phalanx.torch_backend.untraced import untrace
 from phalanx.types import seconds
 from phalanx_autoload import NAME
 
@@ -37,6 +42,10 @@ _rendezvous = state.rendezvous
 _default_timeout = state._get_default_timeout
 _Mesh: Any = dist.device_mesh.DeviceMesh
 _new_mesh = _Mesh.__init__
+_Model: Any = DistributedDataParallel
+_inside_forward = _Model._inside_ddp_forward
+_compile: Any = torch.compile
+_CALLBACK = "_callback_from_stance"
 
 
 @contextmanager
@@ -65,6 +74,12 @@ def _install() -> None:
     _put(state, "rendezvous", rendezvous)
     _put(state, "_get_default_timeout", default_timeout)
     _put(_Mesh, "__init__", new_mesh)
+    _put(_Model, "_inside_ddp_forward", inside_forward)
+    _put(_Model, "_get_active_ddp_module", classmethod(active_model))
+    _put(_Model, "_active_ddp_module", None)
+    _put(torch, "compile", compile_for_rank)
+    if "torch._dynamo.eval_frame" in sys.modules:
+        _part_compiled()
     for patch in environment.PATCHES:
         _put(*patch)
     # Set by torch's init_process_group, in whichever thread.
@@ -87,7 +102,7 @@ def _restore() -> None:
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
-    _kept.append((owner, name, getattr(owner, name, _NOTHING)))
+    _kept.append((owner, name, vars(owner).get(name, _NOTHING)))
     setattr(owner, name, value)
 
 
@@ -138,6 +153,46 @@ def new_mesh(mesh: Any, *args: Any, **kwargs: Any) -> None:
     if rank is not None:
         mesh._thread_id = rank.number
         _part_tensors()
+
+
+@contextmanager
+def inside_forward(model: Any) -> Iterator[None]:
+    """Let torch.compile know in which DistributedDataParallel the calling rank is."""
+    rank = mine()
+    if rank is None:
+        with _inside_forward(model):
+            yield
+        return
+    outer, rank.model = rank.model, model
+    try:
+        yield
+    finally:
+        rank.model = outer
+
+
+def active_model(kind: Any) -> Any:
+    """Return the DistributedDataParallel that the calling rank is in."""
+    rank = mine()
+    return kind._active_ddp_module if rank is None else rank.model
+
+
+untrace(inspect.unwrap(inside_forward))
+
+
+@functools.wraps(_compile)
+def compile_for_rank(*args: Any, **kwargs: Any) -> Any:
+    """Compile a function, so that ranks do not share what comes out."""
+    with _lock:
+        if mine() is not None:
+            _part_compiled()
+    return _compile(*args, **kwargs)
+
+
+def _part_compiled() -> None:
+    from torch._dynamo import eval_frame
+
+    if _users and not any(owner is eval_frame for owner, _, _ in _kept):
+        _put(eval_frame, _CALLBACK, for_ranks(getattr(eval_frame, _CALLBACK)))
 
 
 def _part_tensors() -> None:
