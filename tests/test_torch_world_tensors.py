@@ -1,5 +1,8 @@
 """torch_world: distributed tensors, meshes and models, against the same on processes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -100,6 +103,18 @@ def test_meshes_of_ranks_differ_and_are_put_back():
     assert list(sums) == [1, 1, 5, 5]
     assert ShardingPropagator._fake_mode_lock is lock
     assert "_custom_op_handlers" not in vars(OpDispatcher)
+
+
+def test_nothing_keeps_meshes_of_worlds_that_are_over():
+    def program():
+        mesh = init_device_mesh("cpu", (SIZE,))
+        tensor = sharded(torch.ones(4, 4), mesh)
+        assert (tensor @ tensor).full_tensor().sum() == 64
+        return weakref.ref(mesh), weakref.ref(mesh.get_group())
+
+    references = torch_world(SIZE).run(program)
+    gc.collect()
+    assert [(mesh(), group()) for mesh, group in references] == [(None, None)] * SIZE
 
 
 def test_a_context_of_one_rank_is_not_that_of_others():

@@ -46,6 +46,7 @@ _Model: Any = DistributedDataParallel
 _inside_forward = _Model._inside_ddp_forward
 _compile: Any = torch.compile
 _CALLBACK = "_callback_from_stance"
+_SHAPES = "_fake_mode_lock"
 
 
 @contextmanager
@@ -92,6 +93,8 @@ def _install() -> None:
 
 
 def _restore() -> None:
+    if any(name == _SHAPES for _, name, _ in _kept):
+        _forget_meshes()
     while _kept:
         owner, name, value = _kept.pop()
         if value is _NOTHING:
@@ -191,7 +194,7 @@ def compile_for_rank(*args: Any, **kwargs: Any) -> Any:
 def _part_compiled() -> None:
     from torch._dynamo import eval_frame
 
-    if _users and not any(owner is eval_frame for owner, _, _ in _kept):
+    if _users and not any(name == _CALLBACK for _, name, _ in _kept):
         _put(eval_frame, _CALLBACK, for_ranks(getattr(eval_frame, _CALLBACK)))
 
 
@@ -201,7 +204,20 @@ def _part_tensors() -> None:
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     with _lock:
-        if _users and not any(owner is ShardingPropagator for owner, _, _ in _kept):
+        if _users and not any(name == _SHAPES for _, name, _ in _kept):
             # Shapes are computed in a mode that one thread at a time may be in.
-            _put(ShardingPropagator, "_fake_mode_lock", threading.RLock())
+            _put(ShardingPropagator, _SHAPES, threading.RLock())
             _put(OpDispatcher, "_custom_op_handlers", OwnHandlers())
+
+
+def _forget_meshes() -> None:
+    """Empty caches of torch's by mesh: they would keep those of all worlds, and their groups."""
+    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop
+
+    _redistribute.clear_redistribute_planner_cache()
+    for cached in (
+        _redistribute._gen_transform_infos,
+        _collective_utils.MeshTopoInfo.build_from_mesh,
+        _sharding_prop.ShardingPropagator._propagate_tensor_meta_cached,
+    ):
+        cached.cache_clear()
