@@ -105,6 +105,17 @@ def test_meshes_of_ranks_differ_and_are_put_back():
     assert "_custom_op_handlers" not in vars(OpDispatcher)
 
 
+def test_a_mesh_that_another_rank_has_sent():
+    def program():
+        mesh = init_device_mesh("cpu", (SIZE,))
+        assert hash(mesh)
+        found = [None] * SIZE
+        dist.all_gather_object(found, mesh)
+        return found == [mesh] * SIZE, [hash(other) == hash(mesh) for other in found]
+
+    assert torch_world(SIZE).run(program) == [(True, [True] * SIZE)] * SIZE
+
+
 def test_nothing_keeps_meshes_of_worlds_that_are_over():
     def program():
         mesh = init_device_mesh("cpu", (SIZE,))

@@ -41,7 +41,7 @@ _new_group_signature = inspect.signature(_new_group)
 _rendezvous = state.rendezvous
 _default_timeout = state._get_default_timeout
 _Mesh: Any = dist.device_mesh.DeviceMesh
-_new_mesh = _Mesh.__init__
+_new_mesh, _load_mesh = _Mesh.__init__, _Mesh.__setstate__
 _Model: Any = DistributedDataParallel
 _inside_forward = _Model._inside_ddp_forward
 _compile: Any = torch.compile
@@ -75,6 +75,7 @@ def _install() -> None:
     _put(state, "rendezvous", rendezvous)
     _put(state, "_get_default_timeout", default_timeout)
     _put(_Mesh, "__init__", new_mesh)
+    _put(_Mesh, "__setstate__", load_mesh)
     _put(_Model, "_inside_ddp_forward", inside_forward)
     _put(_Model, "_get_active_ddp_module", classmethod(active_model))
     _put(_Model, "_active_ddp_module", None)
@@ -152,9 +153,20 @@ def default_timeout(backend: Any) -> Any:
 def new_mesh(mesh: Any, *args: Any, **kwargs: Any) -> None:
     """Make a mesh that differs from those of other ranks: torch caches by mesh what is a rank's."""
     _new_mesh(mesh, *args, **kwargs)
+    _own_mesh(mesh)
+
+
+@functools.wraps(_load_mesh)
+def load_mesh(mesh: Any, saved: dict[str, Any]) -> None:
+    """Make the mesh of a pickle, perhaps another rank's, one of the rank that loads it."""
+    _load_mesh(mesh, saved)
+    _own_mesh(mesh)
+
+
+def _own_mesh(mesh: Any) -> None:
     rank = mine()
     if rank is not None:
-        mesh._thread_id = rank.number
+        mesh._thread_id, mesh._hash = rank.number, None
         _part_tensors()
 
 
