@@ -39,6 +39,10 @@ def state():
         distributed_c10d._backend,
         distributed_c10d._default_pg_init_method,
         dist.device_mesh.DeviceMesh.__init__,
+        dist.device_mesh.DeviceMesh.__setstate__,
+        torch.nn.parallel.DistributedDataParallel._inside_ddp_forward,
+        torch.nn.parallel.DistributedDataParallel._active_ddp_module,
+        torch.compile,
         environ.__getitem__,
         environ.__setitem__,
         environ.__delitem__,
@@ -72,6 +76,8 @@ def test_results_come_by_rank():
     assert torch_world(1).run(who) == [(0, 1, 1)]
     with pytest.raises(ValueError, match="at least 1, got 0"):
         torch_world(0)
+    with pytest.raises(TypeError, match=r"@torch_world\(4\)"):
+        torch_world(total)
 
 
 def test_as_a_context():

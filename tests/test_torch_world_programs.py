@@ -1,10 +1,12 @@
 """Programs of torch.distributed that are tested on processes, on thread ranks as well."""
 
 import inspect
+import warnings
 from functools import partial
 
 import pytest
 import test_torch_backend as backend
+import test_torch_compile as compiling
 import test_torch_ddp as ddp
 import test_torch_ecosystem as ecosystem
 import test_torch_sharding as sharding
@@ -68,7 +70,8 @@ def name_of(test):
 
 @pytest.mark.parametrize("test", CALLS, ids=name_of)
 def test_calls(test):
-    test()
+    with warnings.catch_warnings(record=True):  # torch insists on showing one of its own
+        test()
 
 
 PROGRAMS = [
@@ -77,6 +80,7 @@ PROGRAMS = [
     for name, function in vars(module).items()
     if name.startswith("test_") and "outcomes" in inspect.signature(function).parameters
 ]
+PROGRAMS.append(compiling.test_collectives_inside_one_graph)
 # On any backend, torch warns of works in it at the end of the process.
 PROGRAMS.remove(ecosystem.test_functional_collectives_in_place)
 

@@ -1,10 +1,14 @@
 """torch_world: distributed tensors, meshes and models, against the same on processes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo import eval_frame
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -101,6 +105,29 @@ def test_meshes_of_ranks_differ_and_are_put_back():
     assert "_custom_op_handlers" not in vars(OpDispatcher)
 
 
+def test_a_mesh_that_another_rank_has_sent():
+    def program():
+        mesh = init_device_mesh("cpu", (SIZE,))
+        assert hash(mesh)
+        found = [None] * SIZE
+        dist.all_gather_object(found, mesh)
+        return found == [mesh] * SIZE, [hash(other) == hash(mesh) for other in found]
+
+    assert torch_world(SIZE).run(program) == [(True, [True] * SIZE)] * SIZE
+
+
+def test_nothing_keeps_meshes_of_worlds_that_are_over():
+    def program():
+        mesh = init_device_mesh("cpu", (SIZE,))
+        tensor = sharded(torch.ones(4, 4), mesh)
+        assert (tensor @ tensor).full_tensor().sum() == 64
+        return weakref.ref(mesh), weakref.ref(mesh.get_group())
+
+    references = torch_world(SIZE).run(program)
+    gc.collect()
+    assert [(mesh(), group()) for mesh, group in references] == [(None, None)] * SIZE
+
+
 def test_a_context_of_one_rank_is_not_that_of_others():
     def program():
         handlers = DTensor._op_dispatcher
@@ -116,3 +143,24 @@ def test_a_context_of_one_rank_is_not_that_of_others():
         return len(handlers._custom_op_handlers) > usual
 
     assert torch_world(2).run(program) == [True, False]
+
+
+@torch.compile(backend="eager")
+def scaled(tensor):
+    return tensor * (10 * dist.get_world_size() + dist.get_rank())
+
+
+def test_each_rank_has_what_it_compiled():
+    def program():
+        values = []
+        for _ in range(2):
+            values += [scaled(torch.ones(1)).item(), shifted(torch.ones(1)).item()]
+            dist.barrier()
+        return values
+
+    shifted = torch.compile(lambda tensor: tensor + dist.get_rank(), backend="eager")
+    decide = eval_frame._callback_from_stance
+    for size in (2, 3, 2):
+        expected = [[10 * size + rank, 1 + rank] * 2 for rank in range(size)]
+        assert torch_world(size).run(program) == expected
+    assert eval_frame._callback_from_stance is decide

@@ -16,10 +16,15 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import parse_qs, urlparse
 
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
 from phalanx.testing.torch_threads import environment
+from phalanx.testing.torch_threads.compiling import for_ranks
 from phalanx.testing.torch_threads.ranks import OwnHandlers, States, mine
 from phalanx.torch_backend import handlers, lifted, replacing
 from phalanx.torch_backend.theirs import c10d, dist, state
+from phalanx.torch_backend.untraced import untrace
 from phalanx.types import seconds
 from phalanx_autoload import NAME
 
@@ -36,7 +41,12 @@ _new_group_signature = inspect.signature(_new_group)
 _rendezvous = state.rendezvous
 _default_timeout = state._get_default_timeout
 _Mesh: Any = dist.device_mesh.DeviceMesh
-_new_mesh = _Mesh.__init__
+_new_mesh, _load_mesh = _Mesh.__init__, _Mesh.__setstate__
+_Model: Any = DistributedDataParallel
+_inside_forward = _Model._inside_ddp_forward
+_compile: Any = torch.compile
+_CALLBACK = "_callback_from_stance"
+_SHAPES = "_fake_mode_lock"
 
 
 @contextmanager
@@ -65,6 +75,13 @@ def _install() -> None:
     _put(state, "rendezvous", rendezvous)
     _put(state, "_get_default_timeout", default_timeout)
     _put(_Mesh, "__init__", new_mesh)
+    _put(_Mesh, "__setstate__", load_mesh)
+    _put(_Model, "_inside_ddp_forward", inside_forward)
+    _put(_Model, "_get_active_ddp_module", classmethod(active_model))
+    _put(_Model, "_active_ddp_module", None)
+    _put(torch, "compile", compile_for_rank)
+    if "torch._dynamo.eval_frame" in sys.modules:
+        _part_compiled()
     for patch in environment.PATCHES:
         _put(*patch)
     # Set by torch's init_process_group, in whichever thread.
@@ -77,6 +94,8 @@ def _install() -> None:
 
 
 def _restore() -> None:
+    if any(name == _SHAPES for _, name, _ in _kept):
+        _forget_meshes()
     while _kept:
         owner, name, value = _kept.pop()
         if value is _NOTHING:
@@ -87,7 +106,7 @@ def _restore() -> None:
 
 
 def _put(owner: Any, name: str, value: Any) -> None:
-    _kept.append((owner, name, getattr(owner, name, _NOTHING)))
+    _kept.append((owner, name, vars(owner).get(name, _NOTHING)))
     setattr(owner, name, value)
 
 
@@ -134,10 +153,61 @@ def default_timeout(backend: Any) -> Any:
 def new_mesh(mesh: Any, *args: Any, **kwargs: Any) -> None:
     """Make a mesh that differs from those of other ranks: torch caches by mesh what is a rank's."""
     _new_mesh(mesh, *args, **kwargs)
+    _own_mesh(mesh)
+
+
+@functools.wraps(_load_mesh)
+def load_mesh(mesh: Any, saved: dict[str, Any]) -> None:
+    """Make the mesh of a pickle, perhaps another rank's, one of the rank that loads it."""
+    _load_mesh(mesh, saved)
+    _own_mesh(mesh)
+
+
+def _own_mesh(mesh: Any) -> None:
     rank = mine()
     if rank is not None:
-        mesh._thread_id = rank.number
+        mesh._thread_id, mesh._hash = rank.number, None
         _part_tensors()
+
+
+@contextmanager
+def inside_forward(model: Any) -> Iterator[None]:
+    """Let torch.compile know in which DistributedDataParallel the calling rank is."""
+    rank = mine()
+    if rank is None:
+        with _inside_forward(model):
+            yield
+        return
+    outer, rank.model = rank.model, model
+    try:
+        yield
+    finally:
+        rank.model = outer
+
+
+def active_model(kind: Any) -> Any:
+    """Return the DistributedDataParallel that the calling rank is in."""
+    rank = mine()
+    return kind._active_ddp_module if rank is None else rank.model
+
+
+untrace(inspect.unwrap(inside_forward))
+
+
+@functools.wraps(_compile)
+def compile_for_rank(*args: Any, **kwargs: Any) -> Any:
+    """Compile a function, so that ranks do not share what comes out."""
+    with _lock:
+        if mine() is not None:
+            _part_compiled()
+    return _compile(*args, **kwargs)
+
+
+def _part_compiled() -> None:
+    from torch._dynamo import eval_frame
+
+    if _users and not any(name == _CALLBACK for _, name, _ in _kept):
+        _put(eval_frame, _CALLBACK, for_ranks(getattr(eval_frame, _CALLBACK)))
 
 
 def _part_tensors() -> None:
@@ -146,7 +216,20 @@ def _part_tensors() -> None:
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     with _lock:
-        if _users and not any(owner is ShardingPropagator for owner, _, _ in _kept):
+        if _users and not any(name == _SHAPES for _, name, _ in _kept):
             # Shapes are computed in a mode that one thread at a time may be in.
-            _put(ShardingPropagator, "_fake_mode_lock", threading.RLock())
+            _put(ShardingPropagator, _SHAPES, threading.RLock())
             _put(OpDispatcher, "_custom_op_handlers", OwnHandlers())
+
+
+def _forget_meshes() -> None:
+    """Empty caches of torch's by mesh: they would keep those of all worlds, and their groups."""
+    from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop
+
+    _redistribute.clear_redistribute_planner_cache()
+    for cached in (
+        _redistribute._gen_transform_infos,
+        _collective_utils.MeshTopoInfo.build_from_mesh,
+        _sharding_prop.ShardingPropagator._propagate_tensor_meta_cached,
+    ):
+        cached.cache_clear()

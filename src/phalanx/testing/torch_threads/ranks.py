@@ -37,6 +37,7 @@ class RankState:
         self.num_meetings = 0
         self.variables = _variables(rank, meeting.size)
         self.handlers: dict[Any, Any] | None = None  # of operators on distributed tensors
+        self.model: Any = None  # the DistributedDataParallel whose forward it is in
         self.given = False
         self._default: Any = None
         self.pg_map: dict[Any, Any] = {}

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
 
+from phalanx import random
 from phalanx.launch.outcomes import Failure, as_error, reason
 from phalanx.launch.threads import run_as_ranks
 from phalanx.testing.torch_threads.meeting import Meeting
@@ -26,11 +27,11 @@ class TorchWorld:
     def __init__(
         self,
         size: int,
-        timeout: float,
+        timeout: float | None,
         group_timeout: timedelta | None,
         backend: str,
         init: bool,
-        rng: bool,
+        rng: random.Choice,
         return_exceptions: bool,
     ) -> None:
         self.size = size
@@ -44,10 +45,12 @@ class TorchWorld:
 
     def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> list[T]:
         """Run `fn(*args, **kwargs)` on every rank and return what each returned."""
+        __tracebackhide__ = True
         store, meeting = dist.HashStore(), Meeting(self.size)
         states: list[RankState] = []
 
         def live(rank: int) -> T:
+            __tracebackhide__ = True
             states.append(state := RankState(rank, store, meeting))
             try:
                 if self._init:
@@ -79,6 +82,7 @@ class TorchWorld:
 
         @functools.wraps(fn)
         def on_ranks(*args: P.args, **kwargs: P.kwargs) -> list[T] | None:
+            __tracebackhide__ = True
             results = self.run(fn, *args, **kwargs)
             return results if any(result is not None for result in results) else None
 
@@ -95,11 +99,11 @@ class TorchWorld:
 def torch_world(
     size: int,
     *,
-    timeout: float = 60,
+    timeout: float | None = 60,
     group_timeout: float | timedelta | None = None,
     backend: str = "phalanx",
     init: bool = True,
-    rng: bool = True,
+    rng: random.Choice = True,
     return_exceptions: bool = False,
 ) -> TorchWorld:
     """Run code that calls torch.distributed itself on `size` ranks, each a thread.
@@ -117,11 +121,13 @@ def torch_world(
     MASTER_PORT in `os.environ`; ``env://`` and ``tcp://`` meet in memory.
 
     A run that is not over after `timeout` seconds raises DistTimeout, which says where each rank
-    stands; `group_timeout` is how long operations of the default group wait. The first real failure
-    is raised, labelled with its rank, and the others raise PeerFailed; with `return_exceptions`
-    errors take the place of results. Unless `rng` is False each rank draws from its own torch
-    random stream.
+    stands; None lets it take any time. `group_timeout` is how long operations of the default group
+    wait. The first real failure is raised, labelled with its rank, and the others raise PeerFailed;
+    with `return_exceptions` errors take the place of results. `rng` is whether each rank draws from
+    a torch random stream of its own, and with "all" from streams of `random` and NumPy too.
     """
+    if not isinstance(size, int):
+        raise TypeError(f"torch_world needs a size, as in @torch_world(4), got {size!r}")
     if size < 1:
         raise ValueError(f"torch_world needs a size of at least 1, got {size}")
     limit = None if group_timeout is None else timedelta(seconds=seconds(group_timeout))
