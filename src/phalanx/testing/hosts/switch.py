@@ -44,7 +44,7 @@ class Link:
     @property
     def burst(self) -> int:
         """How many bytes may pass at once: what passes in 0.1 ms, or a few packets."""
-        return max(32768, int((self.rate or 0) / 8 * 1e-4))
+        return max(16384, int((self.rate or 0) / 8 * 1e-4))
 
     def segments(self, device: str) -> list[str]:
         """Return lines for `ip`: how large the pieces are that a host sends.
