@@ -188,7 +188,9 @@ def _furnish(host: dict[str, Any], plan: dict[str, Any]) -> None:
     )
     _mount("none", "/", flags=_RECURSIVE | _PRIVATE)
     opened = [(path, os.open(path, os.O_PATH)) for path in plan["shared"]]
-    cgroups = os.open("/sys/fs/cgroup", os.O_PATH)
+    if os.path.isdir("/sys/fs/cgroup"):
+        opened.append(("/sys/fs/cgroup", os.open("/sys/fs/cgroup", os.O_PATH)))
+    _mount("sysfs", "/sys", "sysfs")  # whose /sys/class/net is this host's
     for directory in filter(os.path.isdir, PRIVATE_DIRECTORIES):
         _mount("tmpfs", directory, "tmpfs", options="mode=1777")
     for path, descriptor in opened:
@@ -196,8 +198,6 @@ def _furnish(host: dict[str, Any], plan: dict[str, Any]) -> None:
     with open("/run/hosts", "w") as file:
         file.write(host["names"])
     _mount("/run/hosts", "/etc/hosts", flags=_BIND)
-    _mount("sysfs", "/sys", "sysfs")  # whose /sys/class/net is this host's
-    _show(cgroups, "/sys/fs/cgroup")
     _mount("proc", "/proc", "proc")
 
 
@@ -269,8 +269,10 @@ def _become(words: list[str]) -> NoReturn:
 
 
 if __name__ == "__main__":
-    order = json.loads(sys.argv[1])
     try:
-        keep(order["keep"]) if "keep" in order else enter(**order["enter"])
+        if sys.argv[1] == "keep":
+            keep(json.load(sys.stdin))
+        else:
+            enter(**json.loads(sys.argv[2]))
     except (OSError, _Failed) as error:
         sys.exit(str(error))

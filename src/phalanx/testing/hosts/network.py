@@ -390,17 +390,20 @@ def _keep(size: int, shared: list[str], names: Names) -> tuple[subprocess.Popen[
     ]
     plan = {"parent": os.getpid(), "hosts": hosts, "shared": shared}
     keeper = subprocess.Popen(
-        script(namespaces, json.dumps({"keep": plan})),
-        stdin=subprocess.DEVNULL,
+        script(namespaces, "keep"),
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment(),
         text=True,
         start_new_session=True,
     )
+    assert keeper.stdin is not None
     assert keeper.stdout is not None
     assert keeper.stderr is not None
     with keeper.stdout, keeper.stderr:
+        with keeper.stdin:
+            json.dump(plan, keeper.stdin)
         answer = json.loads(keeper.stdout.readline() or "{}")
         if "pids" not in answer:
             keeper.wait()

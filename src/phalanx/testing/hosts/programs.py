@@ -48,7 +48,7 @@ def inside(
         "directory": os.fspath(cwd or Path.cwd()),
         "words": list(words),
     }
-    return script(namespaces, json.dumps({"enter": order}))
+    return script(namespaces, "enter", json.dumps(order))
 
 
 def environment() -> dict[str, str]:
