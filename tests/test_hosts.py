@@ -247,8 +247,9 @@ def reach(host, *targets):
     return host.run([PYTHON, "-S", "-c", REACH, *targets]).stdout.split()
 
 
-def test_a_host_that_is_cut_off_is_silent():
-    with Hosts(2) as hosts:
+@pytest.mark.parametrize("delay", [0.0, 0.001], ids=["bridge", "forwarding program"])
+def test_a_host_that_is_cut_off_is_silent(delay):
+    with Hosts(2, delay=delay) as hosts:
         listen(hosts[0], 5000)
         assert reach(hosts[1], "host0:5000") == ["ok"]
         hosts[1].cut()
