@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -14,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing.connection import wait
 from typing import Any, Literal
 
 from phalanx.launch.processes import pack_task
@@ -126,7 +126,7 @@ class Host:
         if self.alive:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._ended, signal.SIGKILL)
-            select.select([self._ended], [], [], _PATIENCE)
+            wait([self._ended], _PATIENCE)
             os.close(self._ended)
             self._ended = -1
 
