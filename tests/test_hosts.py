@@ -225,7 +225,7 @@ import socket, sys
 for target in sys.argv[1:]:
     address, _, port = target.partition(":")
     try:
-        socket.create_connection((address, int(port)), timeout=0.5).close()
+        socket.create_connection((address, int(port)), timeout=1.5).close()
         print("ok")
     except OSError as error:
         print(type(error).__name__)

@@ -123,6 +123,13 @@ def pack_task(
         ) from None
 
 
+def unpack_task(task: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return a function and its arguments that another process has packed."""
+    fn, args, kwargs, cells = pickle.loads(task)
+    notebook.know(cells)
+    return fn, args, kwargs
+
+
 class Processes:
     """The processes of one job, seen from their launcher.
 
@@ -462,8 +469,7 @@ def heed_environment() -> None:
 
 def _outcome(rank: int, brief: Brief, loaded: Callable[[], None]) -> bytes:
     try:
-        fn, args, kwargs, cells = pickle.loads(brief.task)
-        notebook.know(cells)
+        fn, args, kwargs = unpack_task(brief.task)
         loaded()
         if brief.group is None:
             args = (rank, *args)
@@ -474,10 +480,15 @@ def _outcome(rank: int, brief: Brief, loaded: Callable[[], None]) -> bytes:
             world.destroy_process_group()
         return packed_result(result)
     except BaseException as error:
-        outcomes.add_remarks(world.current(), error)
-        failure = Failure(rank, as_error(error), story(error))
-        world.current_slot().fail(reason(failure))
-        return packed(failure)
+        return failed(rank, error)
+
+
+def failed(rank: int, error: BaseException) -> bytes:
+    """Tell the other ranks how this one failed, and pack it for the launcher."""
+    outcomes.add_remarks(world.current(), error)
+    failure = Failure(rank, as_error(error), story(error))
+    world.current_slot().fail(reason(failure))
+    return packed(failure)
 
 
 def _init(rank: int, brief: Brief, group: Group) -> None:

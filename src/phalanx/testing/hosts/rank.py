@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -15,10 +14,15 @@ from multiprocessing.process import BaseProcess
 from typing import IO, Any, NamedTuple
 
 import phalanx
-from phalanx import world
-from phalanx.launch.outcomes import Failure, as_error, reason, story
 from phalanx.launch.parcels import main_as_it_is
-from phalanx.launch.processes import (heed_environment, of_program, packed, packed_result, starting)
+from phalanx.launch.processes import (
+    failed,
+    heed_environment,
+    of_program,
+    packed_result,
+    starting,
+    unpack_task,
+)
 from phalanx.testing.hosts import namespaces
 from phalanx.testing.hosts.programs import ALL, Process, Program, content, scratch
 
@@ -136,7 +140,7 @@ def _be_rank(
 
 def _outcome(task: Task) -> bytes:
     try:
-        fn, args, kwargs = pickle.loads(task.function)
+        fn, args, kwargs = unpack_task(task.function)
         if task.backend is not None:
             phalanx.init_process_group(task.backend, timeout=task.timeout)
         value = fn(*args, **kwargs)
@@ -144,6 +148,4 @@ def _outcome(task: Task) -> bytes:
             phalanx.destroy_process_group()
         return packed_result(value)
     except BaseException as error:
-        failure = Failure(int(os.environ["RANK"]), as_error(error), story(error))
-        world.current_slot().fail(reason(failure))
-        return packed(failure)
+        return failed(int(os.environ["RANK"]), error)
