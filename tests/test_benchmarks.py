@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hosts import needs_hosts
 
 from phalanx.bench.peers import Peer
 from phalanx.bench.results import Results
@@ -25,7 +26,7 @@ def benchmark(monkeypatch):
 def run(directory, *options, module="collectives"):
     """Run a tiny benchmark and return what it wrote."""
     out = directory / "numbers.json"
-    length = "--budget" if module == "collectives" else "--seconds"
+    length = "--budget" if module in ("collectives", "hosts") else "--seconds"
     tiny = [length, "0.01", "--rounds", "1", "--out", str(out), *options]
     done = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{module}", *tiny],
@@ -68,6 +69,19 @@ def test_phalanx_is_measured_with_processes_and_threads(tmp_path):
         *("--threads", "3", "--operations", "all_reduce", "--bytes", "8,128K"),
     )
     assert [one["error"] for one in data["results"]] == [None] * 6
+
+
+@needs_hosts
+def test_links_between_hosts_are_measured_and_written_up(tmp_path):
+    options = ["--impl", "gloo", "--rates", "100mbit", "--bytes", "4,128K"]
+    data = run(tmp_path, *options, "--docs", str(tmp_path), module="hosts")
+    assert [(one["bytes"], one["error"]) for one in data["results"]] == [
+        (4, None),
+        (128 << 10, None),
+    ]
+    document = (tmp_path / "hosts-benchmarks.md").read_text()
+    assert "2 hosts with 2 ranks each, 100mbit" in document
+    assert "10.5 ms" in document  # the link's limit
 
 
 def test_training_is_measured_and_written_up(tmp_path):

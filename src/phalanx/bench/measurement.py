@@ -25,10 +25,14 @@ Result = dict[str, Any]
 
 
 class Teams(contextlib.AbstractContextManager["Teams"]):
-    """One living team per peer. One that failed is started anew, but not asked the same again."""
+    """One living team per peer. One that failed is started anew, but not asked the same again.
 
-    def __init__(self, peers: list[Peer], size: int, *, pinned: bool = False) -> None:
-        self.peers, self.size, self.pinned = peers, size, pinned
+    How teams are started can be told: `team` are further arguments of Team.
+    """
+
+    def __init__(self, peers: list[Peer], size: int, *, pinned: bool = False, **team: Any) -> None:
+        self.peers, self.size = peers, size
+        self._start: Callable[[Peer, int], Team] = partial(Team, pinned=pinned, **team)
         self._living: dict[str, Team] = {}
         self._refused: dict[tuple[str, str, Conditions], str] = {}
 
@@ -40,7 +44,7 @@ class Teams(contextlib.AbstractContextManager["Teams"]):
     def of(self, peer: Peer) -> Team:
         """Return the team of a peer, started if need be."""
         if peer.name not in self._living:
-            self._living[peer.name] = Team(peer, self.size, pinned=self.pinned)
+            self._living[peer.name] = self._start(peer, self.size)
         return self._living[peer.name]
 
     def refusal(self, peer: Peer, cell: Cell) -> str | None:

@@ -89,16 +89,22 @@ def _receive(connection: Connection) -> tuple[Any, ...]:
 
 def be_rank(world: str, directory: str, size: int, pinned: bool) -> None:
     """Be one process of the world of an implementation, started by the package's launcher."""
-    # The coordinator tells when it is over: Ctrl-C in a terminal reaches this process as well.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    log = os.open(Path(directory, "log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    gc.disable()
+    keep_quiet(Path(directory))
     WORLDS[world](Place(Path(directory), size, pinned))
 
 
-def _serve_process(place: Place, rank: int, make: MakeLibrary) -> None:
+def keep_quiet(directory: Path) -> None:
+    """Have this process print to the team's log, and disturb no measurement."""
+    # The coordinator tells when it is over: Ctrl-C in a terminal reaches this process as well.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    log = os.open(directory / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    gc.disable()
+
+
+def serve_process(place: Place, rank: int, make: MakeLibrary) -> None:
+    """Answer the coordinator's commands as a process of its own."""
     torch.set_num_threads(1)  # as torchrun does
     serve(place, rank, make, process_start_line(place.directory, rank, place.size))
 
@@ -107,7 +113,7 @@ def _phalanx(place: Place, shared: bool = False) -> None:
     import phalanx
 
     rank = phalanx.get_rank()
-    _serve_process(place, rank, partial(TorchLike, phalanx, rank, place.size, shared=shared))
+    serve_process(place, rank, partial(TorchLike, phalanx, rank, place.size, shared=shared))
 
 
 def _gloo(place: Place) -> None:
@@ -116,7 +122,7 @@ def _gloo(place: Place) -> None:
 
     rank = phalanx.get_rank()
     with torch_peer.gloo(place.directory, rank, place.size, TIMEOUT) as dist:
-        _serve_process(place, rank, partial(TorchLike, dist, rank, place.size))
+        serve_process(place, rank, partial(TorchLike, dist, rank, place.size))
 
 
 def _phalanx_threads(place: Place, shared: bool = False) -> None:
@@ -192,7 +198,7 @@ def be_mpi_rank(place: Place) -> None:
     if rank == 0:  # the only one to get mpirun's standard input
         _end_with_coordinator()
     gc.disable()
-    _serve_process(place, rank, partial(Mpi, mpi))
+    serve_process(place, rank, partial(Mpi, mpi))
 
 
 def _end_with_coordinator() -> None:

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -120,18 +120,33 @@ class Commanded:
                 return
 
 
-class Team:
-    """The living ranks of one peer; blocked in a read whenever nothing is asked of them."""
+Hire = Callable[[Peer, int, Path, bool], Crew]
 
-    def __init__(self, peer: Peer, size: int, *, pinned: bool = False) -> None:
+
+class Team:
+    """The living ranks of one peer; blocked in a read whenever nothing is asked of them.
+
+    They and the coordinator meet in a new directory, `within` another one if that is given. Who
+    starts them follows from the peer, unless somebody else is asked to `hire` them.
+    """
+
+    def __init__(
+        self,
+        peer: Peer,
+        size: int,
+        *,
+        pinned: bool = False,
+        hire: Hire | None = None,
+        within: Path | None = None,
+    ) -> None:
         self.peer, self.size = peer, size
         self._connections: list[Connection] = []
         self._pids: set[int] = set()
-        self._place = tempfile.TemporaryDirectory(prefix="phalanx-bench-")
+        self._place = tempfile.TemporaryDirectory(prefix="phalanx-bench-", dir=within)
         directory = Path(self._place.name)
         self._log = directory / "log"
         start_line_file(directory, size)
-        start = Commanded if peer.launcher else Launched
+        start = hire or (Commanded if peer.launcher else Launched)
         self._crew: Crew | None = None
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:

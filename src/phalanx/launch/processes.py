@@ -123,6 +123,13 @@ def pack_task(
         ) from None
 
 
+def unpack_task(task: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return a function and its arguments that another process has packed."""
+    fn, args, kwargs, cells = pickle.loads(task)
+    notebook.know(cells)
+    return fn, args, kwargs
+
+
 class Processes:
     """The processes of one job, seen from their launcher.
 
@@ -360,7 +367,7 @@ class Rank:
         while time.monotonic() < limit and (not text or text != self.stacks.read_text()):
             text = self.stacks.read_text()
             time.sleep(0.02)
-        return _of_program(text) or "  (it did not answer)"
+        return of_program(text) or "  (it did not answer)"
 
     def close(self) -> None:
         """Kill the process if it still runs, with what it has started."""
@@ -371,11 +378,12 @@ class Rank:
 # The frame that calls the function of a rank, in what faulthandler writes.
 _CALLER = re.compile(
     r'/phalanx/(launch/processes\.py", line \d+ in _outcome'
+    r'|testing/hosts/rank\.py", line \d+ in _outcome'
     r'|testing/plugin/rank_process\.py", line \d+ in do)$'
 )
 
 
-def _of_program(stacks: str) -> str:
+def of_program(stacks: str) -> str:
     """Leave out of the stacks of a rank's threads what is about running it."""
     kept = []
     for stack in stacks.split("\n\n"):
@@ -442,7 +450,7 @@ def live(rank: int, brief: Brief, loaded: Callable[[], None] = lambda: None) -> 
     """Do what one rank has to, and return the outcome, packed; call `loaded` just before."""
     os.environ.clear()
     os.environ.update(brief.environment, **Job.rank_variables(rank))
-    _heed_environment()
+    heed_environment()
     with open(Path(brief.directory, f"stacks{rank}"), "w") as stacks:
         faulthandler.register(_DUMP_STACKS, file=stacks, all_threads=True)
         outcome = _outcome(rank, brief, loaded)
@@ -450,7 +458,7 @@ def live(rank: int, brief: Brief, loaded: Callable[[], None] = lambda: None) -> 
     return outcome
 
 
-def _heed_environment() -> None:
+def heed_environment() -> None:
     """Do what torch does with variables as it is imported: this may be forked from where it was."""
     num_threads = os.environ.get(THREADS_VARIABLE, "")
     if num_threads.isdecimal():
@@ -461,8 +469,7 @@ def _heed_environment() -> None:
 
 def _outcome(rank: int, brief: Brief, loaded: Callable[[], None]) -> bytes:
     try:
-        fn, args, kwargs, cells = pickle.loads(brief.task)
-        notebook.know(cells)
+        fn, args, kwargs = unpack_task(brief.task)
         loaded()
         if brief.group is None:
             args = (rank, *args)
@@ -471,12 +478,17 @@ def _outcome(rank: int, brief: Brief, loaded: Callable[[], None]) -> bytes:
         result = fn(*args, **kwargs)
         if world.is_initialized():
             world.destroy_process_group()
-        return _packed_result(result)
+        return packed_result(result)
     except BaseException as error:
-        outcomes.add_remarks(world.current(), error)
-        failure = Failure(rank, as_error(error), story(error))
-        world.current_slot().fail(reason(failure))
-        return packed(failure)
+        return failed(rank, error)
+
+
+def failed(rank: int, error: BaseException) -> bytes:
+    """Tell the other ranks how this one failed, and pack it for the launcher."""
+    outcomes.add_remarks(world.current(), error)
+    failure = Failure(rank, as_error(error), story(error))
+    world.current_slot().fail(reason(failure))
+    return packed(failure)
 
 
 def _init(rank: int, brief: Brief, group: Group) -> None:
@@ -486,7 +498,8 @@ def _init(rank: int, brief: Brief, group: Group) -> None:
     )
 
 
-def _packed_result(result: object) -> bytes:
+def packed_result(result: object) -> bytes:
+    """Pack what a rank returned."""
     try:
         return pack(result)
     except TypeError as error:
