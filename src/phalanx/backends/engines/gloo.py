@@ -58,20 +58,20 @@ class GlooWire(Wire):
 
     def _read(self, peer: int, deliver: Deliver, lose: Lose) -> None:
         try:
-            ahead = deque(self._expect(peer) for _ in range(_AHEAD))
+            buffers = [torch.empty(frames.FRAME_BYTES, dtype=torch.uint8) for _ in range(_AHEAD)]
+            ahead = deque(
+                (self._group.recv([buffer], peer, _FRAMES), buffer, buffer.numpy().data)
+                for buffer in buffers
+            )
             while not self._closed:
-                work, buffer = ahead.popleft()
+                work, buffer, memory = ahead.popleft()
                 work.wait(_FOR_EVER)
-                frame = frames.unpack(buffer)
-                ahead.append(self._expect(peer))
+                frame = frames.unpack(memory)
+                ahead.append((self._group.recv([buffer], peer, _FRAMES), buffer, memory))
                 deliver(peer, frame)
         except RuntimeError as error:
             if not self._closed:
                 lose(peer, _first_line(error))
-
-    def _expect(self, peer: int) -> tuple[Any, Tensor]:
-        buffer = torch.empty(frames.FRAME_BYTES, dtype=torch.uint8)
-        return self._group.recv([buffer], peer, _FRAMES), buffer
 
     def send(self, frame: Tensor, dst: int) -> None:
         sent = self._sent[dst]
