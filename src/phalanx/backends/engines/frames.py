@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FRAME_BYTES = 16 << 10  # the most that a frame takes, with what it carries of the message itself
+FRAME_BYTES = 64 << 10  # the most that a frame takes, with what it carries of the message itself
 LABEL_BYTES = 1024  # the most that a sender may say about a message
 
 MESSAGE, LEAVING, FAILED, ABORTED = range(4)

@@ -66,9 +66,8 @@ class GlooWire(Wire):
             while not self._closed:
                 work, buffer, memory = ahead.popleft()
                 work.wait(_FOR_EVER)
-                frame = frames.unpack(memory)
+                deliver(peer, frames.unpack(memory))
                 ahead.append((self._group.recv([buffer], peer, _FRAMES), buffer, memory))
-                deliver(peer, frame)
         except RuntimeError as error:
             if not self._closed:
                 lose(peer, _first_line(error))
