@@ -175,6 +175,8 @@ class BackendConfig:
                 known = {*Backend.backend_list, *_engines_of_torch()} - {Backend.UNDEFINED}
                 listed = ", ".join(sorted(known))
                 raise ValueError(f"unknown backend {str(name)!r} (known: {listed})")
+        if ":" not in self.name:
+            _require(self.name, next(iter(self.device_backend_map)))
         cpu = self.device_backend_map.get("cpu", Backend(Backend.PHALANX))
         engine = _make(cpu, "cpu", options, pg_options)
         others = {
@@ -187,13 +189,8 @@ class BackendConfig:
         return DeviceRouter(engine, others, partial(_make_beside, options, pg_options))
 
 
-def _make(name: str, device: str, options: BackendOptions, pg_options: object) -> GroupBackend:
-    """Make the engine that serves tensors of one device type."""
-    plugin = Backend._plugins.get(name)
-    if plugin is not None and plugin.extended_api:
-        return plugin.create(options, pg_options)
-    if plugin is not None:
-        return plugin.create(options.store, options.group_rank, options.group_size, options.timeout)
+def _require(name: str, device: str) -> None:
+    """Raise unless an engine can be used here."""
     if not _is_usable(name):
         have = sorted({Backend.PHALANX, *Backend._plugins, *_engines_of_torch()})
         missing = f"mpi4py is not installed: {install('mpi')}"
@@ -202,6 +199,16 @@ def _make(name: str, device: str, options: BackendOptions, pg_options: object) -
             f"backend {str(name)!r} cannot serve {device} tensors: {why} "
             f"(usable: {', '.join(have)})"
         )
+
+
+def _make(name: str, device: str, options: BackendOptions, pg_options: object) -> GroupBackend:
+    """Make the engine that serves tensors of one device type."""
+    plugin = Backend._plugins.get(name)
+    if plugin is not None and plugin.extended_api:
+        return plugin.create(options, pg_options)
+    if plugin is not None:
+        return plugin.create(options.store, options.group_rank, options.group_size, options.timeout)
+    _require(name, device)
     if name == Backend.PHALANX:
         if device != "cpu":
             raise DistBackendError(

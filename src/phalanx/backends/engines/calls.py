@@ -60,7 +60,10 @@ class Call:
     __hash__ = None  # type: ignore[assignment]
 
     def __str__(self) -> str:
-        return f"{self.what} #{self.number}{f', {self.site}' if self.site else ''}"
+        return f"{self.what} #{self.number}{self.place()}"
+
+    def place(self) -> str:
+        return f", {self.site}" if self.site else ""
 
 
 def differ(group: str, calls: Mapping[int, Call]) -> str:
@@ -84,7 +87,7 @@ def running(engine: Any, call: Call, limit: float) -> Iterator[None]:
             f"{error}; a limit of {limit:g} s was set, and the group cannot be used any more"
         ) from error
     except (CollectiveMismatch, PeerFailed) as error:
-        engine.abort(str(error), type(error))
+        engine.abort(getattr(error, "reason", str(error)), type(error))
         raise
     except BaseException as error:
         engine.abort(f"{type(error).__name__} in {call}: {error}")

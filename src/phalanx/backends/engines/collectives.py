@@ -64,15 +64,15 @@ class Collectives(GroupBackend):
         )
 
     def _reduce_slices(self, deadline: Deadline, slices: Sequence[Tensor], op: ReduceOp) -> Tensor:
-        """Return the reduction of everybody's slice of this rank's number."""
-        parts = [torch.empty_like(slices[self.rank]) for _ in range(self.size)]
-        parts[self.rank] = slices[self.rank]
+        """Return the reduction of everybody's slice of this rank's number, which it may change."""
+        mine = slices[self.rank]
+        parts = [mine if i == self.rank else torch.empty_like(mine) for i in range(self.size)]
         self._exchange(
             deadline,
             [(slices[peer], peer) for peer in self._others()],
             [(parts[peer], peer) for peer in self._others()],
         )
-        return reduction.reduce(parts, op)
+        return _reduced(parts, op)
 
     def _all_reduce(
         self, deadline: Deadline, tensor: Tensor, op: ReduceOp, squares: Tensor | None
@@ -85,7 +85,7 @@ class Collectives(GroupBackend):
             mine = self._reduce_slices(deadline, slices, rest).to(tensor.dtype)
             total = _flat(tensor)
             parts = total.tensor_split(self.size)
-            parts[self.rank].copy_(mine)
+            _fill(parts[self.rank], mine)
             self._share(deadline, parts)
         _fill(tensor, total)
         if squares is not None:
@@ -96,8 +96,9 @@ class Collectives(GroupBackend):
     ) -> None:
         flat, rest = _prepared(input, op)
         if flat.nbytes > _FEW_BYTES:
-            mine = self._reduce_slices(deadline, flat.tensor_split(self.size), rest)
-            mine = mine.to(output.dtype)
+            slices = list(flat.tensor_split(self.size))
+            slices[self.rank] = slices[self.rank].clone()
+            mine = self._reduce_slices(deadline, slices, rest).to(output.dtype)
             total = torch.empty(flat.shape, dtype=output.dtype)
             slices = list(total.tensor_split(self.size))
             slices[self.rank].copy_(mine)
@@ -140,8 +141,9 @@ class Collectives(GroupBackend):
         self, deadline: Deadline, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp
     ) -> None:
         prepared = [_prepared(input, op) for input in inputs]
-        mine = self._reduce_slices(deadline, [flat for flat, _ in prepared], prepared[0][1])
-        _fill(output, mine)
+        slices = [flat for flat, _ in prepared]
+        slices[self.rank] = slices[self.rank].clone()
+        _fill(output, self._reduce_slices(deadline, slices, prepared[0][1]))
 
     def _all_to_all(
         self, deadline: Deadline, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
@@ -173,6 +175,16 @@ def _fill(output: Tensor, elements: Tensor) -> None:
     one = output.is_contiguous() and elements.is_contiguous()
     if not one or elements.data_ptr() != output.data_ptr():
         output.copy_(elements.reshape(output.shape))
+
+
+def _reduced(parts: Sequence[Tensor], op: ReduceOp) -> Tensor:
+    """Do `reduction.reduce`, where no wider type is needed in the memory of the first part."""
+    if parts[0].dtype in (torch.float16, torch.bfloat16):
+        return reduction.reduce(list(parts), op)
+    for part in parts[1:]:
+        reduction.combine(parts[0], part, op)
+    reduction.finish(parts[0], op, len(parts))
+    return parts[0]
 
 
 def _prepared(tensor: Tensor, op: ReduceOp) -> tuple[Tensor, ReduceOp]:

@@ -354,7 +354,7 @@ class DirectEngine(GroupBackend):
         self._helpers.run(wait)
 
     def abort(self, reason: str) -> None:
-        self._reason = self._reason or f"the group was aborted: {reason}"
+        self._reason = self._reason or f"the group was ended: {reason}"
         if self._group is not None:
             with suppress(RuntimeError):
                 self._group.abort()

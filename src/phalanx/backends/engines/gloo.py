@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from phalanx import bystanders
 from phalanx.backends.engines import frames
@@ -56,25 +58,24 @@ class GlooWire(Wire):
 
     def _read(self, peer: int, deliver: Deliver, lose: Lose) -> None:
         try:
-            ahead = deque(self._expect(peer) for _ in range(_AHEAD))
+            buffers = [torch.empty(frames.FRAME_BYTES, dtype=torch.uint8) for _ in range(_AHEAD)]
+            ahead = deque(
+                (self._group.recv([buffer], peer, _FRAMES), buffer, buffer.numpy().data)
+                for buffer in buffers
+            )
             while not self._closed:
-                work, buffer = ahead.popleft()
+                work, buffer, memory = ahead.popleft()
                 work.wait(_FOR_EVER)
-                frame = frames.unpack(buffer)
-                ahead.append(self._expect(peer))
-                deliver(peer, frame)
+                deliver(peer, frames.unpack(memory))
+                ahead.append((self._group.recv([buffer], peer, _FRAMES), buffer, memory))
         except RuntimeError as error:
             if not self._closed:
                 lose(peer, _first_line(error))
 
-    def _expect(self, peer: int) -> tuple[Any, Tensor]:
-        buffer = torch.empty(frames.FRAME_BYTES, dtype=torch.uint8)
-        return self._group.recv([buffer], peer, _FRAMES), buffer
-
     def send(self, frame: Tensor, dst: int) -> None:
         sent = self._sent[dst]
         try:
-            sent.append(self._group.send([frame], dst, _FRAMES))
+            sent.append(_unseen(partial(self._group.send, [frame], dst, _FRAMES)))
         except RuntimeError as error:
             raise PeerFailed(f"rank {dst} of the group is gone: {_first_line(error)}") from error
         if len(sent) > _IN_FLIGHT:
@@ -107,9 +108,9 @@ class GlooWire(Wire):
             return
         self._start(partial(self._group.recv, [payload], src, number), end)
 
-    def _start(self, start: Any, end: End) -> None:
+    def _start(self, start: Callable[[], Any], end: End) -> None:
         try:
-            work = start()
+            work = _unseen(start)
         except RuntimeError as error:
             end(_first_line(error))
             return
@@ -132,16 +133,32 @@ class GlooWire(Wire):
             return
         self._wait_for([work for sent in self._sent.values() for work in sent]).wait(_CLOSE_SECONDS)
         self._closed = True
-        if self._peers:
-            # Nothing but a wait that expires ends the waits of other threads.
+        for peer in self._peers:
+            # Nothing but a wait that expires ends the waits of other threads. One with a peer that
+            # is gone does not expire: it fails at once.
             with suppress(RuntimeError):
-                waited = self._group.recv([torch.empty(1)], self._peers[0], _CLOSING)
+                waited = self._group.recv([torch.empty(1)], peer, _CLOSING)
                 waited.wait(timedelta(milliseconds=1))
         for thread in self._readers:
             if thread is not threading.current_thread():
                 thread.join(_CLOSE_SECONDS)
         self._helpers.close(_CLOSE_SECONDS)
+        # Operations that outlive their group free its memory twice.
+        for sent in self._sent.values():
+            sent.clear()
         self._group = None
+
+
+def _unseen(start: Callable[[], Any]) -> Any:
+    """Start an operation without torch's profiler, which must not end before it does."""
+    if not profiler._is_profiler_enabled:
+        return start()
+    record: Callable[[bool], None] = torch._C._autograd._enable_record_function
+    record(False)
+    try:
+        return start()
+    finally:
+        record(True)
 
 
 def _first_line(error: RuntimeError) -> str:

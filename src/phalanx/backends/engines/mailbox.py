@@ -31,8 +31,31 @@ class Arrival(NamedTuple):
     frame: Frame
 
 
+class Gate:
+    """An event in as little as that takes: it is set once, from any thread."""
+
+    __slots__ = ("_lock", "_open")
+
+    def __init__(self) -> None:
+        self._open = False
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def set(self) -> None:
+        self._open = True
+        self._lock.release()
+
+    def is_set(self) -> bool:
+        return self._open
+
+    def wait(self, seconds: float) -> bool:
+        if not self._open and self._lock.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
+            self._lock.release()  # to the next who waits
+        return self._open
+
+
 class Pending(Work):
-    """A message on its way. Whoever carries it calls ``finish`` or ``give_up``, once.
+    """A message on its way, until somebody calls ``finish`` or ``give_up``.
 
     ``title()`` says what it is, ``stall(event, seconds)`` waits for an event, and ``expired(work,
     limit)`` raises when that has taken too long.
@@ -43,7 +66,7 @@ class Pending(Work):
         title: Callable[[], str],
         tensor: Tensor,
         limit: float,
-        stall: Callable[[threading.Event, float], bool],
+        stall: Callable[[Gate, float], bool],
         expired: Callable[[Pending, float], None],
     ) -> None:
         self.title = title
@@ -55,15 +78,20 @@ class Pending(Work):
         self._failure: Failure | None = None
         self._error: BaseException | None = None
         self._source = -1
-        self.done = threading.Event()
+        self._ending = threading.Lock()
+        self.done = Gate()
 
     def finish(self, source: int = -1) -> None:
-        self._source = source
-        self.done.set()
+        with self._ending:
+            if not self.done.is_set():
+                self._source = source
+                self.done.set()
 
     def give_up(self, failure: Failure) -> None:
-        self._failure = failure
-        self.done.set()
+        with self._ending:
+            if not self.done.is_set():
+                self._failure = failure
+                self.done.set()
 
     def wait(self, timeout: Timeout | None = None) -> bool:
         if not self.done.is_set():
@@ -90,6 +118,7 @@ class Pending(Work):
     def exception(self) -> BaseException | None:
         if self._failure is not None and self._error is None:
             self._error = self._failure.kind(f"{self.title()}: {self._failure.text}")
+            self._error.reason = self._failure.text  # for those who are told of it
         return self._error
 
     def result(self) -> list[Tensor]:

@@ -79,15 +79,16 @@ class MessageEngine(Collectives):
         failure = self._mailbox.broken or self._mailbox.gone.get(dst)
         if failure is not None:
             raise failure.kind(f"{what()}: {failure.text}")
-        data = frames.as_bytes(tensor)
+        num_bytes = tensor.nbytes
         if dst == self.rank:
-            frame = Frame(frames.MESSAGE, tag, data.nbytes, 0, label, data.clone())
+            frame = Frame(frames.MESSAGE, tag, num_bytes, 0, label, frames.read(tensor))
             self._deliver(self.rank, frame)
-        elif frames.fits(data.nbytes, label):
+        elif frames.fits(num_bytes, label):
+            data = frames.read(tensor)
             with self._locks[dst]:
-                self._post(frames.MESSAGE, dst, tag, data.nbytes, 0, label, data)
+                self._post(frames.MESSAGE, dst, tag, num_bytes, 0, label, data)
         else:
-            work = self._offer(data, tensor, dst, tag, label, what, timeout)
+            work = self._offer(tensor, dst, tag, label, what, timeout)
             if async_op:
                 return work
             work.wait()
@@ -95,7 +96,6 @@ class MessageEngine(Collectives):
 
     def _offer(
         self,
-        data: Tensor,
         tensor: Tensor,
         dst: int,
         tag: int,
@@ -106,6 +106,7 @@ class MessageEngine(Collectives):
         """Send a message in two parts: its frame, and the bytes when they are asked for."""
         limit = self.timeout if timeout is None else timeout
         work = Pending(what, tensor, limit, self._wire.stall, self._send_expired)
+        data = frames.as_bytes(tensor)
         self._offers.add(work)
 
         def end(why: str) -> None:
@@ -117,7 +118,7 @@ class MessageEngine(Collectives):
 
         with self._locks[dst]:
             number = self._wire.number(dst)
-            self._post(frames.MESSAGE, dst, tag, data.nbytes, number, label, frames.NOTHING)
+            self._post(frames.MESSAGE, dst, tag, data.nbytes, number, label, b"")
             self._wire.offer(data, dst, number, end)
         return work
 
@@ -177,20 +178,21 @@ class MessageEngine(Collectives):
                 self._wire.take(waste, source, frame.number, lambda why: None)
             receipt.give_up(failure)
             return
-        whole = tensor.is_contiguous()
-        buffer = frames.as_bytes(tensor if whole else torch.empty_like(tensor).contiguous())
-        if frame.data is not None:
-            buffer.copy_(frame.data)
-            _write(tensor, buffer, whole)
+        if not frame.number:
+            frames.write(tensor, frame.data)
             receipt.finish(source)
             return
+        whole = tensor.is_contiguous()
+        buffer = frames.as_bytes(tensor if whole else torch.empty(tensor.shape, dtype=tensor.dtype))
 
         def end(why: str) -> None:
             if why:
                 gone = self._mailbox.broken or self._mailbox.gone.get(source)
                 receipt.give_up(gone or _broken(why))
             else:
-                _write(tensor, buffer, whole)
+                if not whole:
+                    with torch.no_grad():
+                        tensor.copy_(buffer.view(tensor.dtype).view(tensor.shape))
                 receipt.finish(source)
 
         self._wire.take(buffer, source, frame.number, end)
@@ -262,7 +264,8 @@ class MessageEngine(Collectives):
     call: Call | None = None  # the collective that runs, one at a time
 
     def _waiting(self, call: Call, peer: int) -> str:
-        return f"{call} on {self._me()}, waiting for rank {self.global_ranks[peer]}"
+        who = f"waiting for rank {self.global_ranks[peer]}"
+        return f"{call.what} #{call.number} on {self._me()}{call.place()}, {who}"
 
     def _belongs(self, call: Call, source: int, label: bytes) -> Failure | None:
         theirs = Call.read(label)
@@ -282,7 +285,7 @@ class MessageEngine(Collectives):
                 self._bring(arrival, receipt)
             return
         rank = self.global_ranks[source]
-        reason = "" if frame.data is None else _text(frame.data)
+        reason = frame.data.decode(errors="replace")
         if frame.kind == frames.LEAVING:
             failure = Failure(PeerFailed, f"rank {rank} has left the group")
             self._mailbox.lose(source, failure)
@@ -290,7 +293,7 @@ class MessageEngine(Collectives):
             self._mailbox.lose(source, Failure(PeerFailed, f"rank {rank} {reason}", True))
         else:
             kind = getattr(errors, frame.label.decode())
-            self._break_off(Failure(kind, f"rank {rank} aborted the group: {reason}"))
+            self._break_off(Failure(kind, f"rank {rank} has ended the group: {reason}"))
 
     def _lost(self, peer: int, why: str) -> None:
         rank = self.global_ranks[peer]
@@ -303,17 +306,16 @@ class MessageEngine(Collectives):
             work.give_up(failure)
 
     def _tell(self, kind: int, reason: str = "", label: bytes = b"") -> None:
-        text = reason.encode()[: frames.FRAME_BYTES // 2]
-        data = torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else frames.NOTHING
+        data = reason.encode()[: frames.FRAME_BYTES // 2]
         for peer in self._others():
             if peer not in self._mailbox.gone:
                 with suppress(DistBackendError), self._locks[peer]:
-                    self._post(kind, peer, 0, data.nbytes, 0, label, data)
+                    self._post(kind, peer, 0, len(data), 0, label, data)
 
     def abort(self, reason: str, kind: type[DistBackendError] = DistBackendError) -> None:
         if self._closed or self._mailbox.broken is not None:
             return
-        self._break_off(Failure(kind, f"the group was aborted: {reason}"))
+        self._break_off(Failure(kind, f"the group was ended: {reason}"))
         self._tell(frames.ABORTED, reason, kind.__name__.encode())
 
     def fail(self, reason: str) -> None:
@@ -336,19 +338,8 @@ class MessageEngine(Collectives):
         self._wire.close()
 
 
-def _text(data: Tensor) -> str:
-    return data.numpy().tobytes().decode(errors="replace")
-
-
 def _broken(why: str) -> Failure:
     return Failure(DistBackendError, f"the engine gave up: {why}")
-
-
-def _write(tensor: Tensor, buffer: Tensor, whole: bool) -> None:
-    """Bring bytes into a tensor whose memory they are not."""
-    if not whole:
-        with torch.no_grad():
-            tensor.copy_(buffer.view(tensor.dtype).view(tensor.shape))
 
 
 # A forked child is not this rank, and does not speak for it.

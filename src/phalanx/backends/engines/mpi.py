@@ -23,6 +23,7 @@ from torch import Tensor
 
 from phalanx import bystanders
 from phalanx.backends.engines import addresses, frames
+from phalanx.backends.engines.mailbox import Gate
 from phalanx.backends.engines.messages import MessageEngine
 from phalanx.backends.engines.wire import Deliver, End, Lose, Wire
 from phalanx.backends.registry import BackendOptions
@@ -158,8 +159,9 @@ class MpiPort:
         self._frames.append((request, buffer))
 
     def _sort(self, source: int, buffer: Tensor) -> None:
-        key = buffer[:_KEY_BYTES].numpy().tobytes()
-        frame = frames.unpack(buffer[_KEY_BYTES:])
+        memory = buffer.numpy().data
+        key = bytes(memory[:_KEY_BYTES])
+        frame = frames.unpack(memory[_KEY_BYTES:])
         deliver = self._groups.get(key)
         if deliver is not None:
             deliver(source, frame)
@@ -208,21 +210,21 @@ class MpiWire(Wire):
     def take(self, payload: Tensor, src: int, number: int, end: End) -> None:
         self._port.receive(payload, self._ranks[src], number, functools.partial(end, ""))
 
-    def stall(self, event: threading.Event, seconds: float) -> bool:
-        if event.is_set():
+    def stall(self, gate: Gate, seconds: float) -> bool:
+        if gate.is_set():
             return True
         start = time.monotonic()
         pause = 0.0
         while True:
             self._port.progress()
-            if event.is_set():
+            if gate.is_set():
                 return True
             waited = time.monotonic() - start
             if waited >= seconds:
                 return False
             if waited > _SPIN:
                 pause = min(max(2 * pause, _PAUSES[0]), _PAUSES[1])
-                event.wait(min(pause, seconds - waited))
+                gate.wait(min(pause, seconds - waited))
 
     def close(self) -> None:
         if self._closed:

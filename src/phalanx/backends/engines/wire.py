@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from torch import Tensor
 
 from phalanx.backends.engines.frames import Frame
+from phalanx.backends.engines.mailbox import Gate
 
 Deliver = Callable[[int, Frame], None]
 Lose = Callable[[int, str], None]
@@ -43,9 +43,9 @@ class Wire(ABC):
     def take(self, payload: Tensor, src: int, number: int, end: End) -> None:
         """Ask for a payload; ``end("")`` when it is here, or why it does not come."""
 
-    def stall(self, event: threading.Event, seconds: float) -> bool:
-        """Wait for an event that the wire's work brings about; say whether it has come."""
-        return event.wait(seconds)
+    def stall(self, gate: Gate, seconds: float) -> bool:
+        """Wait for what the wire's work brings about; say whether it has come."""
+        return gate.wait(seconds)
 
     @abstractmethod
     def close(self) -> None:

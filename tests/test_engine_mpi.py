@@ -1,0 +1,145 @@
+"""Groups on MPI, under the mpirun of every MPI that can be found."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import phalanx as dist
+from phalanx import extras, world
+from phalanx.bench.peers import environment_of_ranks, mpi
+from phalanx.stores import over_mpi
+
+# Beside this Python, and at further prefixes that are named, with a colon between them.
+PREFIXES = [sys.prefix, *filter(None, os.environ.get("PHALANX_MPI_PREFIXES", "").split(":"))]
+
+
+@pytest.fixture(params=PREFIXES)
+def mpirun(request, program):
+    """Run a program on ranks of an MPI: ``mpirun(source, size)`` returns what they have printed."""
+    peer = mpi(Path(request.param))
+    if peer.missing:
+        pytest.skip(f"no MPI in {request.param}: {peer.missing}")
+
+    def run(source, size, fails=False):
+        done = subprocess.run(
+            [*peer.launcher, "-n", str(size), peer.python, str(program(source))],
+            env={**environment_of_ranks(), "OMP_NUM_THREADS": "1", **peer.environment},
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+        assert (done.returncode != 0) == fails, done.stderr
+        return sorted(done.stdout.splitlines()), done.stderr
+
+    return run
+
+
+CONTRACT = """
+import phalanx as dist
+from phalanx import world
+from phalanx.testing.backend_kit import check_abort, check_group
+
+dist.init_process_group("mpi")
+check_group(world.here().default.backend)
+check_abort(dist.new_group().backend)
+dist.barrier()  # other groups have not suffered
+dist.destroy_process_group()
+dist.init_process_group("mpi")  # and again
+print(dist.get_backend(), dist.get_rank(), dist.get_world_size())
+"""
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_mpi_keeps_the_contract(mpirun, size):
+    said, _ = mpirun(CONTRACT, size)
+    assert said == [f"mpi {rank} {size}" for rank in range(size)]
+
+
+WHOLE = """
+import torch
+import phalanx as dist
+
+dist.init_process_group("mpi")
+rank = dist.get_rank()
+pair = dist.new_group([0, 2])
+mesh = dist.init_device_mesh("cpu", (3,), mesh_dim_names=("all",))
+found = [None, None]
+if rank != 1:
+    dist.all_gather_object(found, rank, group=pair)
+model = dist.DistributedDataParallel(torch.nn.Linear(4, 2, bias=False))
+model(torch.full((1, 4), float(rank))).sum().backward()
+gradient = model.module.weight.grad.unique().item()
+try:
+    dist.all_reduce(torch.ones(3 if rank else 4), group=mesh.get_group())
+except dist.CollectiveMismatch as error:
+    print(rank, found, gradient, "rank 0: all_reduce(SUM, float32 x 4)" in str(error))
+"""
+
+
+def test_everything_runs_on_mpi(mpirun):
+    said, _ = mpirun(WHOLE, 3)
+    assert said == ["0 [0, 2] 1.0 True", "1 [None, None] 1.0 True", "2 [0, 2] 1.0 True"]
+
+
+def test_mpirun_starts_ranks_of_the_usual_backend(mpirun):
+    source = "import phalanx as dist, torch\ndist.init_process_group()\n"
+    source += "x = torch.ones(1)\ndist.all_reduce(x)\nprint(dist.get_backend(), x.item())\n"
+    said, _ = mpirun(source, 2)
+    assert said == ["phalanx 2.0"] * 2
+
+
+def test_ranks_can_meet_over_mpi(mpirun):
+    source = "import phalanx as dist\ndist.init_process_group(init_method='mpi://')\n"
+    source += "print(dist.get_backend(), dist.get_rank())\n"
+    said, _ = mpirun(source, 2)
+    assert said == ["phalanx 0", "phalanx 1"]
+
+
+def test_ranks_on_several_machines_meet_over_mpi(mpirun):
+    """The launcher's variables say that each machine has one rank."""
+    source = "import os\nos.environ.update(OMPI_COMM_WORLD_LOCAL_SIZE='1', MPI_LOCALNRANKS='1')\n"
+    source += "import phalanx as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
+    source += "print(dist.get_backend(), dist.get_rank(), 'mpi4py' in __import__('sys').modules)\n"
+    said, _ = mpirun(source, 2)
+    assert said == ["gloo 0 True", "gloo 1 True"]
+
+
+def test_a_rank_that_raises_is_told_of(mpirun):
+    source = "import phalanx as dist\ndist.init_process_group('mpi')\n"
+    source += "if dist.get_rank(): raise ValueError('enough')\n"
+    source += (
+        "try: dist.barrier()\nexcept dist.PeerFailed as error: print('enough' in str(error))\n"
+    )
+    said, _ = mpirun(source, 2, fails=True)
+    assert said in (["True"], [])  # mpirun may end rank 0 before it has printed
+
+
+def test_mpi_may_serve_only_one_thread(mpirun):
+    source = "import mpi4py\nmpi4py.rc.thread_level = 'single'\nfrom mpi4py import MPI\n"
+    source += "import phalanx as dist\n"
+    source += "print(MPI.Query_thread() < MPI.THREAD_SERIALIZED)\n"
+    source += "try: dist.init_process_group('mpi')\nexcept dist.DistBackendError as e: print(e)\n"
+    said, _ = mpirun(source, 1)
+    if "True" in said:
+        assert any("thread_level" in line for line in said)
+    else:
+        assert said == ["False"]  # an MPI that gives more than it is asked for
+
+
+def test_what_is_missing_for_mpi_is_told(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", None)
+    with pytest.raises(extras.MissingExtra, match=r'pip install "phalanx\[mpi\]"'):
+        over_mpi.mpi()
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with world.bind(world.Slot()), pytest.raises(extras.MissingExtra, match="mpi4py"):
+        dist.init_process_group("mpi")
+
+
+def test_mpi_knows_ranks_by_itself():
+    with pytest.raises(ValueError, match="MPI says"):
+        next(dist.rendezvous("mpi://", rank=0, world_size=1))

@@ -1,0 +1,568 @@
+"""Groups on engines that others wrote: Gloo, any process group of torch's, one per device."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from functools import partial
+
+import pytest
+import torch
+
+import phalanx as dist
+from phalanx import world
+from phalanx.backends.engines import addresses, frames
+from phalanx.backends.engines.mailbox import Arrival, Failure, Gate, Mailbox, Receipt
+from phalanx.backends.registry import BackendOptions, served
+from phalanx.stores import HashStore, PrefixStore, TCPStore
+from phalanx.stores.addresses import is_loopback, way_to
+from phalanx.testing.backend_kit import check_backend
+from phalanx.testing.memory import Exchange, MemoryBackend
+from phalanx.testing.ranks import run_ranks
+
+on_gloo = partial(run_ranks, backend="gloo")
+
+
+def options(rank, size, store, **others):
+    told = {"timeout": 30.0, "group_id": "some", "global_ranks": list(range(size)), **others}
+    return BackendOptions(store=store, group_rank=rank, group_size=size, threads=True, **told)
+
+
+def make_gloo(rank, size, shared):
+    from phalanx.backends.engines import torch_engine
+
+    return torch_engine.create_gloo(options(rank, size, shared.setdefault("store", HashStore())))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_gloo_keeps_the_contract(size):
+    before = threading.active_count()
+    check_backend(make_gloo, [size])
+    assert threading.active_count() <= before
+
+
+def every_kind_of_call():
+    rank, size = dist.get_rank(), dist.get_world_size()
+    assert dist.get_backend() == "gloo"
+    total = torch.full((3,), float(rank), dtype=torch.bfloat16)
+    dist.all_reduce(total, op=dist.ReduceOp.AVG)
+    large = torch.full((50_000,), rank + 1, dtype=torch.int32)
+    work = dist.all_reduce(large, async_op=True)
+    work.wait()
+    pair = dist.new_group([0, 2])
+    found = [None, None]
+    if rank != 1:
+        dist.all_gather_object(found, {"rank": rank}, group=pair)
+    right, left = (rank + 1) % size, (rank - 1) % size
+    got = torch.zeros(20_000)
+    sent = dist.isend(torch.full((20_000,), float(rank)), right, tag=5)
+    source = dist.recv(got, tag=5)
+    sent.wait()
+    mesh = dist.init_device_mesh("cpu", (3,), mesh_dim_names=("all",))
+    one = torch.ones(1)
+    dist.all_reduce(one, group=mesh.get_group("all"))
+    model = dist.DistributedDataParallel(torch.nn.Linear(4, 2, bias=False))
+    model(torch.full((1, 4), float(rank))).sum().backward()
+    dist.monitored_barrier()
+    return (
+        total.tolist(),
+        large.unique().tolist(),
+        found,
+        (source == left, got.unique().tolist()),
+        one.item(),
+        model.module.weight.grad.unique().tolist(),
+    )
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_everything_runs_on_gloo(ranks):
+    results = on_gloo(every_kind_of_call, 3, ranks=ranks)
+    for rank, (total, large, found, received, one, gradient) in enumerate(results):
+        assert (total, large, one, gradient) == ([1.0] * 3, [6], 3.0, [1.0])
+        assert found == ([None, None] if rank == 1 else [{"rank": 0}, {"rank": 2}])
+        assert received == (True, [float((rank - 1) % 3)])
+
+
+def be_killed():
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(torch.ones(50_000))
+
+
+def test_a_dead_rank_is_named_by_the_others():
+    results = on_gloo(be_killed, 3, ranks="processes", return_exceptions=True)
+    for error in results[:2]:
+        assert isinstance(error, dist.PeerFailed)
+        for fact in ("connection to rank 2 is gone", "all_reduce(SUM, float32 x 50000) #1"):
+            assert fact in str(error)
+        assert "test_engines.py" in str(error)
+
+
+def test_who_leaves_and_who_fails_is_told():
+    def leave():
+        if dist.get_rank() == 1:
+            return ""
+        with pytest.raises(dist.PeerFailed) as caught:
+            dist.recv(torch.ones(1), 1, tag=3)
+        return str(caught.value)
+
+    assert "recv from rank 1 (tag 3) on rank 0" in on_gloo(leave, 2)[0]
+
+    def fail():
+        if dist.get_rank() == 1:
+            raise ValueError("enough of it")
+        dist.barrier()
+
+    first, second = on_gloo(fail, 2, return_exceptions=True)
+    assert isinstance(first, dist.PeerFailed)
+    assert "enough of it" in str(first)
+    assert isinstance(second, ValueError)
+
+
+def test_collectives_that_differ_are_found_before_anything_is_written():
+    def body():
+        tensor = torch.full((4,), 7.0)
+        with pytest.raises(dist.CollectiveMismatch) as caught:
+            dist.all_reduce(tensor[: 4 - dist.get_rank()])
+        assert tensor.tolist() == [7.0] * 4
+        with pytest.raises(dist.DistBackendError):  # who is out of step stays so
+            dist.barrier()
+        return str(caught.value)
+
+    for text in on_gloo(body, 2):
+        assert "rank 0: all_reduce(SUM, float32 x 4) #1, test_engines.py" in text
+        assert "rank 1: all_reduce(SUM, float32 x 3) #1, test_engines.py" in text
+
+
+def test_a_message_of_another_size_is_refused_and_the_next_one_is_not():
+    def body():
+        if dist.get_rank() == 0:
+            for count in (5, 20_000):
+                dist.send(torch.ones(count), 1)
+                dist.send(torch.ones(3), 1)
+            return None
+        said = []
+        for _ in range(2):
+            tensor = torch.zeros(3)
+            with pytest.raises(dist.DistBackendError, match="one size") as caught:
+                dist.recv(tensor, 0)
+            said.append(str(caught.value))
+            assert tensor.tolist() == [0, 0, 0]
+            dist.recv(tensor, 0)
+            assert tensor.tolist() == [1, 1, 1]
+        return said
+
+    few, many = on_gloo(body, 2)[1]
+    assert "has 20 bytes" in few
+    assert "has 80000 bytes" in many
+
+
+def test_running_out_of_time_in_a_collective_ends_the_group():
+    late = threading.Event()
+
+    def body():
+        group = dist.new_group(timeout=0.2)
+        if dist.get_rank() == 1:
+            late.wait(30)
+            with suppress(dist.DistBackendError):  # what rank 0 gave to it may have come
+                dist.all_reduce(torch.ones(1), group=group)
+            with pytest.raises(dist.DistBackendError, match="rank 0 has ended the group"):
+                dist.all_reduce(torch.ones(1), group=group)
+        else:
+            with pytest.raises(dist.DistTimeout, match=r"waiting for rank 1.* 0.2 s.*cannot be"):
+                dist.all_reduce(torch.ones(1), group=group)
+            late.set()
+            with pytest.raises(dist.DistBackendError, match="was ended"):
+                dist.all_reduce(torch.ones(1), group=group)
+        dist.barrier()  # other groups go on
+
+    on_gloo(body, 2)
+
+
+def test_a_payload_that_nobody_takes_is_given_up():
+    def body():
+        group = dist.new_group()
+        if dist.get_rank() == 0:
+            with pytest.raises(dist.DistTimeout, match="not taken"):
+                group.backend.send(torch.ones(100_000), 1, timeout=0.1)
+        dist.barrier()
+        with pytest.raises(dist.DistBackendError):
+            dist.barrier(group)
+
+    on_gloo(body, 2)
+
+
+def test_a_waiting_rank_can_be_interrupted():
+    """The main thread is rank 0, and gets a signal while it waits."""
+    store, over = HashStore(), threading.Event()
+
+    def other():
+        with world.bind(world.Slot()):
+            dist.init_process_group("gloo", store=store, rank=1, world_size=2)
+            over.wait(30)
+            dist.destroy_process_group()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+
+    def interrupt(*_):
+        raise InterruptedError
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with world.bind(world.Slot()):
+            dist.init_process_group("gloo", store=store, rank=0, world_size=2)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(InterruptedError):
+                dist.recv(torch.ones(1), 1)
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
+            with pytest.raises(InterruptedError):
+                dist.barrier()
+            over.set()
+            dist.destroy_process_group()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        over.set()
+        thread.join()
+
+
+def test_a_group_that_not_all_make_names_who_is_missing():
+    with world.bind(world.Slot()):
+        backend = options(0, 3, HashStore(), timeout=0.1, global_ranks=[0, 4, 7])
+        backend.store.set("address/1", "")
+        from phalanx.backends.engines import torch_engine
+
+        with pytest.raises(dist.DistTimeout, match="rank 7 did not call"):
+            torch_engine.create_gloo(backend)
+
+
+# Labels: what the hierarchy, and collectives, put beside a message
+
+
+def test_a_message_can_be_labelled_and_refused():
+    def body():
+        backend = world.here().default.backend
+        if backend.rank == 0:
+            for label in (b"first", b"second"):
+                backend.send(torch.ones(10_000), 1, label=label)
+            return None
+        seen = []
+
+        def refuse(source, label):
+            seen.append((source, label))
+            return Failure(dist.CollectiveMismatch, "not this one")
+
+        with pytest.raises(dist.CollectiveMismatch, match="not this one"):
+            backend.recv(torch.empty(10_000), 0, accept=refuse)
+        tensor = torch.empty(10_000)
+        backend.recv(tensor, 0, accept=lambda source, label: seen.append((source, label)))
+        assert tensor.unique().tolist() == [1]
+        return seen
+
+    assert on_gloo(body, 2)[1] == [(0, b"first"), (0, b"second")]
+
+
+def message(source, tag=0, text=b"x"):
+    return Arrival(source, frames.Frame(frames.MESSAGE, tag, len(text), 0, b"", text))
+
+
+def receipt(source, tag=0):
+    made = Receipt(str, torch.empty(1), 1.0, Gate.wait, pytest.fail)
+    made.source, made.tag = source, tag
+    return made
+
+
+def test_the_mailbox_keeps_the_order_per_tag():
+    box = Mailbox(0, 3)
+    first, second, other = message(1, text=b"a"), message(1, text=b"b"), message(1, tag=4)
+    for arrival in (first, second, other):
+        assert box.deliver(arrival) is None
+    assert box.post(receipt(1, tag=4)) is other
+    assert box.post(receipt(2)) is None
+    assert box.post(receipt(None)) is first
+    assert box.post(receipt(1)) is second
+    anybody, one = receipt(None), receipt(1)
+    box.post(anybody)
+    box.post(one)
+    assert box.deliver(first) is anybody
+    assert box.deliver(second) is one
+    assert not box.withdraw(one)
+
+
+def test_the_mailbox_gives_up_what_cannot_come():
+    box = Mailbox(0, 3)
+    left, failed = Failure(dist.PeerFailed, "left"), Failure(dist.PeerFailed, "failed", True)
+    waiting = [receipt(1), receipt(2), receipt(None), receipt(2, tag=-1)]
+    assert [box.post(each) for each in waiting] == [None] * 4
+    box.lose(1, left)
+    assert [each.done.is_set() for each in waiting] == [True, False, False, False]
+    box.lose(2, failed)
+    assert all(each.done.is_set() for each in waiting)
+    assert "failed" in str(waiting[3].exception())
+    late = receipt(1)
+    box.post(late)
+    with pytest.raises(dist.PeerFailed, match="left"):
+        late.wait()
+
+
+# Addresses
+
+
+def test_addresses():
+    assert is_loopback("127.0.1.1")
+    assert not is_loopback("10.1.2.3")
+    assert way_to("127.0.0.1", 9) == "127.0.0.1"
+    assert way_to("no-such-host.invalid", 9) == ""
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    assert addresses.own_address(PrefixStore("a", PrefixStore("b", store))) == "127.0.0.1"
+
+
+@pytest.mark.parametrize("who", ["other", "own"])
+def test_a_loopback_address_is_of_no_use_to_another_host(who):
+    store = HashStore()
+    theirs, own = ("127.0.0.1", "10.0.0.1") if who == "other" else ("10.0.0.2", "127.0.0.1")
+    store.set("address/1", f"another network\nfar\n{theirs}")
+    with pytest.raises(dist.DistNetworkError) as caught:
+        addresses.exchange(store, 0, [3, 5], own, "some", 1)
+    expected = "rank 3 cannot reach rank 5" if who == "other" else "rank 5 cannot reach rank 3"
+    assert expected in str(caught.value)
+    assert "GLOO_SOCKET_IFNAME" in str(caught.value)
+
+
+# Devices
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Backends that are forgotten after the test."""
+    from phalanx.backends.registry import Backend
+
+    for table in ("_plugins", "backend_list", "backend_capability", "default_device_backend_map"):
+        monkeypatch.setattr(Backend, table, getattr(Backend, table).copy())
+    before = set(served)
+    yield Backend
+    served.clear()
+    served.update(before)
+
+
+class Echo(MemoryBackend):
+    """Serves tensors of the device "meta", by noting what it is asked for."""
+
+    name = "echo"
+    calls: list[str] = []  # noqa: RUF012
+
+    def all_reduce(self, tensor, op, squares=None, *, timeout=None, async_op=False):
+        self.calls.append(f"all_reduce {tensor.device.type}")
+
+    def send(self, tensor, dst, tag=0, *, timeout=None, async_op=False):
+        self.calls.append(f"send {tensor.device.type}")
+
+
+def test_operations_go_to_the_engine_of_their_device(registered):
+    def make(store, rank, size, timeout):
+        Echo.calls.append("made")
+        return Echo(Exchange(size), rank, size, timeout)
+
+    Echo.calls.clear()
+    registered.register_backend("echo", make, devices="meta")
+    with world.bind(world.Slot()):
+        dist.init_process_group(
+            "cpu:memory,meta:echo,cuda:nccl", store=HashStore(), rank=0, world_size=1
+        )
+        assert dist.get_backend_config() == "cpu:memory,meta:echo,cuda:nccl"
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        dist.barrier()
+        assert Echo.calls == []  # made when a tensor needs it
+        dist.all_reduce(torch.ones(2, device="meta"))
+        dist.isend(torch.ones(2, device="meta"), 0)
+        assert Echo.calls == ["made", "all_reduce meta", "send meta"]
+        with dist._coalescing_manager():
+            dist.all_reduce(tensor)
+            dist.all_reduce(torch.ones(2, device="meta"))
+        assert Echo.calls[3:] == ["all_reduce meta"]
+        with pytest.raises(dist.DistBackendError, match="one device, got cpu, meta"):
+            dist.all_gather([torch.ones(2, device="meta")], tensor)
+        router = world.here().default.backend
+        with pytest.raises(dist.DistBackendError, match=r"'mps' .it has: cpu, cuda, meta"):
+            router.engine("mps")
+        with pytest.raises(dist.DistBackendError, match="built without nccl"):
+            router.engine("cuda")
+        assert (router.timeout, router.size) == (1800, 1)
+        dist.destroy_process_group()
+
+
+def test_cpu_tensors_are_served_beside_an_engine_of_another_device(registered):
+    registered.register_backend(
+        "echo",
+        lambda store, rank, size, timeout: Echo(Exchange(size), rank, size, timeout),
+        devices="meta",
+    )
+
+    def body():
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor)
+        dist.all_reduce(torch.ones(1, device="meta"))
+        return tensor.item(), dist.get_backend()
+
+    assert run_ranks(body, 2, backend="echo") == [(2, "echo")] * 2
+
+
+# Process groups of torch's, by their own collectives: what NCCL is served by
+
+
+def direct(rank, size, store):
+    from phalanx.backends.engines import torch_engine
+
+    told = options(rank, size, store)
+    group = torch_engine.gloo_group(told)
+    return torch_engine.DirectEngine("gloo", "cpu", group, told, torch_engine._c10d)
+
+
+def in_threads(body, size, make=direct):
+    """Run ``body(backend)`` on a thread per rank and return what they return."""
+    store, results, errors = HashStore(), [None] * size, []
+
+    def run(rank):
+        backend = make(rank, size, store)
+        try:
+            results[rank] = body(backend)
+        except BaseException as error:
+            errors.append(error)
+            backend.abort("a test has failed")
+        finally:
+            backend.close()
+            backend.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return results
+
+
+def test_the_collectives_of_a_process_group_of_torchs():
+    size = 3
+
+    def body(backend):
+        rank = backend.rank
+        base = torch.arange(6.0).view(2, 3) + 10 * rank
+        everybody = [torch.arange(6.0).view(2, 3) + 10 * other for other in range(size)]
+        total = sum(everybody)
+
+        tensor = base.t().contiguous().t()  # not contiguous
+        backend.all_reduce(tensor, dist.ReduceOp.SUM)
+        assert torch.equal(tensor, total)
+        squares = torch.zeros(1, dtype=torch.float64)
+        tensor = base.clone()
+        backend.all_reduce(tensor, dist.ReduceOp.MAX, squares)
+        assert torch.equal(tensor, everybody[-1])
+        assert squares.item() == everybody[-1].double().square().sum()
+
+        tensor = base.clone()
+        work = backend.broadcast(tensor, 1, async_op=True)
+        work.wait()
+        assert work.is_success()
+        assert torch.equal(tensor, everybody[1])
+        assert work.result()[0] is tensor
+
+        tensor = base.clone()
+        backend.reduce(tensor, 2, dist.ReduceOp.SUM)
+        assert torch.equal(tensor, total if rank == 2 else base)
+
+        outputs = [torch.zeros(2, 3) for _ in range(size)]
+        backend.all_gather(outputs, base)
+        assert all(map(torch.equal, outputs, everybody))
+        uneven = [torch.zeros(other + 1) for other in range(size)]
+        backend.all_gather(uneven, torch.full((rank + 1,), float(rank)))
+        assert [each.tolist() for each in uneven] == [[0], [1, 1], [2, 2, 2]]
+        output = torch.zeros(3 * size, 2).t()
+        backend.all_gather_single(output, base)
+        assert torch.equal(output.reshape(size, 2, 3), torch.stack(everybody))
+
+        outputs = [torch.zeros(2, 3) for _ in range(size)] if rank == 1 else None
+        backend.gather(outputs, base, 1)
+        assert outputs is None or all(map(torch.equal, outputs, everybody))
+        output = torch.zeros(2, 3)
+        backend.scatter(output, everybody if rank == 1 else None, 1)
+        assert torch.equal(output, everybody[rank])
+
+        output = torch.zeros(2, 3)
+        backend.reduce_scatter(output, [base, base + 1, base + 2], dist.ReduceOp.SUM)
+        assert torch.equal(output, total + size * rank)
+        output = torch.zeros(2)
+        backend.reduce_scatter_single(output, base, dist.ReduceOp.SUM)
+        assert torch.equal(output, total.view(3, 2)[rank])
+
+        outputs = [torch.zeros(rank + 1) for _ in range(size)]
+        backend.all_to_all(outputs, [torch.full((other + 1,), 1.0 * rank) for other in range(size)])
+        assert [each.unique().item() for each in outputs] == [0, 1, 2]
+        output = torch.zeros(3)
+        backend.all_to_all_single(output, torch.arange(3.0) + 10 * rank, None, None)
+        assert output.tolist() == [rank, 10 + rank, 20 + rank]
+        backend.barrier()
+
+        right, left = (rank + 1) % size, (rank - 1) % size
+        got = torch.zeros(2, 3).t()
+        sent = backend.send(base.t(), right, 3, async_op=True)
+        assert backend.recv(got, left, 3) == left
+        sent.wait()
+        assert torch.equal(got, everybody[left].t())
+        sent = backend.send(base, right, 4, async_op=True)
+        work = backend.recv(torch.zeros(2, 3), None, 4, async_op=True)
+        work.wait()
+        assert work.source_rank() == left
+        sent.wait()
+        return backend.sequence_number()
+
+    assert in_threads(body, size) == [14] * size
+
+
+def test_errors_of_a_process_group_of_torchs_are_ours():
+    def body(backend):
+        with pytest.raises(dist.DistTimeout, match="recv from rank"):
+            backend.recv(torch.ones(1), 1 - backend.rank, 9, async_op=True).wait(0.05)
+        with pytest.raises(dist.DistBackendError, match="all_reduce on rank"):
+            backend.all_reduce(torch.ones(1, dtype=torch.int16), dist.ReduceOp.SUM)
+        backend.close()
+        with pytest.raises(dist.DistBackendError, match="closed"):
+            backend.barrier()
+
+    in_threads(body, 2)
+
+
+def lose_a_peer():
+    """Be a rank on torch's own Gloo; one of two is killed."""
+    import torch.distributed as theirs
+
+    def create(store, rank, size, timeout):
+        return theirs.ProcessGroupGloo(store, rank, size, timeout)
+
+    theirs.Backend.register_backend("other", create, devices=["cpu"])
+    group = dist.new_group(backend="other")
+    dist.barrier(group)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.recv(torch.ones(1), 1, group=group)
+
+
+def test_any_backend_that_is_registered_with_torch_can_be_used():
+    survivor, _ = run_ranks(lose_a_peer, 2, ranks="processes", return_exceptions=True)
+    assert isinstance(survivor, dist.PeerFailed)
+    assert "recv from rank 1 on rank 0" in str(survivor)
+    assert "(other)" in str(survivor)
+
+
+def test_torch_distributed_is_imported_when_it_is_needed():
+    code = (
+        "import sys, phalanx\nphalanx.run_threads(print, 1)\n"
+        "print('phalanx.backends.engines' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False"]
