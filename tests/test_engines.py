@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -232,7 +233,7 @@ def test_a_waiting_rank_can_be_interrupted():
 def test_a_group_that_not_all_make_names_who_is_missing():
     with world.bind(world.Slot()):
         backend = options(0, 3, HashStore(), timeout=0.1, global_ranks=[0, 4, 7])
-        backend.store.set("address/1", "")
+        backend.store.set("address/1", "here")
         from phalanx.backends.engines import torch_engine
 
         with pytest.raises(dist.DistTimeout, match="rank 7 did not call"):
@@ -322,14 +323,42 @@ def test_addresses():
 
 @pytest.mark.parametrize("who", ["other", "own"])
 def test_a_loopback_address_is_of_no_use_to_another_host(who):
-    store = HashStore()
     theirs, own = ("127.0.0.1", "10.0.0.1") if who == "other" else ("10.0.0.2", "127.0.0.1")
-    store.set("address/1", f"another network\nfar\n{theirs}")
+    own, theirs = f"here\nnear\n{own}\n1", f"elsewhere\nfar\n{theirs}\n1"
     with pytest.raises(dist.DistNetworkError) as caught:
-        addresses.exchange(store, 0, [3, 5], own, "some", 1)
+        addresses._places([own, theirs], 0, [3, 5])
     expected = "rank 3 cannot reach rank 5" if who == "other" else "rank 5 cannot reach rank 3"
     assert expected in str(caught.value)
     assert "GLOO_SOCKET_IFNAME" in str(caught.value)
+
+
+def test_an_interface_that_is_not_there_is_told_to_all(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    store = HashStore()
+    for rank in (0, 1):
+        with pytest.raises(dist.DistNetworkError, match=r"'nowhere0' .*interfaces: .*lo"):
+            addresses.exchanged(store, rank, [0, 1], "some", 1).__enter__()
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert addresses.own_address(store) == "127.0.0.1"
+
+
+def test_who_cannot_reach_whom_is_told_when_connecting_fails(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.setattr(addresses, "is_loopback", lambda address: False)
+    store = HashStore()
+    store.set("address/1", f"elsewhere\nfar\n127.0.0.1\n{port}")
+    store.set("unreachable/1", "\n  what rank 5 has to say")
+
+    def connect():
+        with addresses.exchanged(store, 0, [3, 5], "some", 1):
+            raise RuntimeError("no")
+
+    with pytest.raises(dist.DistNetworkError, match="what rank 5 has to say") as caught:
+        connect()
+    assert "rank 3 on host" in str(caught.value)
+    assert "cannot reach rank 5 on host 'far' at 127.0.0.1: Connection refused" in str(caught.value)
 
 
 # Devices
