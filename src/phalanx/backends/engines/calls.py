@@ -90,7 +90,7 @@ def running(engine: Any, call: Call, limit: float) -> Iterator[None]:
         engine.abort(getattr(error, "reason", str(error)), type(error))
         raise
     except BaseException as error:
-        engine.abort(f"{type(error).__name__} in {call}: {error}")
+        engine.abort(f"{type(error).__name__} in {call}: {error}".rstrip(": "))
         raise
     finally:
         engine.call = None

@@ -76,6 +76,21 @@ class MessageEngine(Collectives):
         label: bytes = b"",
     ) -> Work | None:
         what = functools.partial(self._title, "send to", dst, tag, sites.here())
+        work = self._sent(tensor, dst, tag, timeout, label, what)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _sent(
+        self,
+        tensor: Tensor,
+        dst: int,
+        tag: int,
+        timeout: float | None,
+        label: bytes,
+        what: Callable[[], str],
+    ) -> Work:
         failure = self._mailbox.broken or self._mailbox.gone.get(dst)
         if failure is not None:
             raise failure.kind(f"{what()}: {failure.text}")
@@ -88,11 +103,8 @@ class MessageEngine(Collectives):
             with self._locks[dst]:
                 self._post(frames.MESSAGE, dst, tag, num_bytes, 0, label, data)
         else:
-            work = self._offer(tensor, dst, tag, label, what, timeout)
-            if async_op:
-                return work
-            work.wait()
-        return CompletedWork([tensor]) if async_op else None
+            return self._offer(tensor, dst, tag, label, what, timeout)
+        return CompletedWork([tensor])
 
     def _offer(
         self,
@@ -246,19 +258,16 @@ class MessageEngine(Collectives):
         assert call is not None
         accept = functools.partial(self._belongs, call)
         left = deadline.left()
-        works: list[Work | None] = [
-            self._receipt(
-                tensor, peer, COLLECTIVE, left, accept, functools.partial(self._waiting, call, peer)
-            )
+        title = functools.partial(functools.partial, self._waiting, call)
+        works: list[Work] = [
+            self._receipt(tensor, peer, COLLECTIVE, left, accept, title(peer))
             for tensor, peer in takes
         ]
         label = call.label()
-        for tensor, peer in gives:
-            works.append(
-                self.send(tensor, peer, COLLECTIVE, timeout=left, async_op=True, label=label)
-            )
+        works += [
+            self._sent(tensor, peer, COLLECTIVE, left, label, title(peer)) for tensor, peer in gives
+        ]
         for work in works:
-            assert work is not None
             work.wait(deadline.left())
 
     call: Call | None = None  # the collective that runs, one at a time

@@ -25,6 +25,7 @@ _td: Any = torch.distributed
 _c10d: Any = _distributed_c10d
 _state: Any = distributed_c10d
 
+_GRACE = 1.0  # for the thread that makes a group to say itself why it was not in time
 _LOOK = 0.5  # seconds between looks at whether others have given up
 
 _CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
@@ -158,7 +159,7 @@ def _within(options: BackendOptions, make: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run, name="phalanx-engine", daemon=True)
     bystanders.mark(thread).start()
-    deadline = Deadline(options.timeout)
+    deadline = Deadline(options.timeout + _GRACE)
     while thread.is_alive() and deadline.left() > 0:
         thread.join(min(deadline.left(), _LOOK))
         if thread.is_alive() and options.store.check([addresses.UNCONNECTED]):
