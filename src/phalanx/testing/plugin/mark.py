@@ -131,6 +131,12 @@ def require(item: pytest.Item, name: str) -> NoReturn:
 
 def check_body(item: pytest.Item, body: Any) -> None:
     """Refuse a test that cannot be run on ranks."""
+    if hasattr(body, "hypothesis") and _parse(item)[1].ranks == "processes":
+        pytest.fail(
+            f"{item.nodeid}: Hypothesis would draw other examples on each rank that is a process: "
+            "run the test with ranks='threads', where an example is drawn once for all ranks",
+            pytrace=False,
+        )
     if inspect.iscoroutinefunction(body) or inspect.isasyncgenfunction(body):
         pytest.fail(
             f"{item.nodeid}: an async test cannot run on ranks: make it a plain function, and call "
