@@ -336,6 +336,37 @@ def test_returns():
     result.stdout.fnmatch_lines(["*test_returns returned a value on a rank*"])
 
 
+def test_bodies_may_use_torch_distributed(pytester):
+    source = """
+import torch.distributed
+
+@pytest.mark.world(2, ranks="processes", torch=True)
+def test_torch(rank):
+    assert torch.distributed.get_backend() == "phalanx"
+    tensor = torch.tensor([rank + 1])
+    torch.distributed.all_reduce(tensor)
+    assert tensor.item() == 3
+
+@pytest.mark.world(2, ranks="processes", torch=True, backend="gloo")
+def test_gloo():
+    assert torch.distributed.get_backend() == "gloo"
+    torch.distributed.barrier()
+
+@pytest.mark.world(2, ranks="processes", torch=True)
+def test_fails(rank):
+    assert rank == 0
+    torch.distributed.barrier()
+
+@pytest.mark.world(2, ranks="processes")
+def test_after():
+    assert not torch.distributed.is_initialized()
+    dist.barrier()
+"""
+    result = run(pytester, source)
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines(["*raised by rank 1 of 2"])
+
+
 def test_lines_are_labelled_where_nothing_is_captured(pytester, monkeypatch):
     result = run_apart(
         pytester,

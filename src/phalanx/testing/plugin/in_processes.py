@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -45,6 +46,7 @@ from phalanx.testing.plugin.rank_process import (
 from phalanx.testing.plugin.rank_process import (
     run as run_body,
 )
+from phalanx.types import seconds
 
 _POOL = pytest.StashKey[Pool]()
 
@@ -57,7 +59,7 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
     directory = tempfile.mkdtemp(prefix="test-", dir=pool.directory)
     body = _body(item, world, arguments, directory)
     task = processes.pack_task(run_body, (body,))
-    group = processes.Group(world.backend, world.group_timeout)
+    group = None if world.torch else processes.Group(world.backend, world.group_timeout)
     failures: list[Failure] = []
     try:
         with (
@@ -111,6 +113,7 @@ def _body(
 ) -> Body:
     module = item.getparent(pytest.Module)
     assert module is not None
+    limit = world.group_timeout
     instance = vars(item.instance) if item.cls else {}
     return Body(
         path=module.path,
@@ -127,6 +130,8 @@ def _body(
         directory=directory,
         debugs=item.config.getoption("usepdb"),
         traces=item.config.getoption("trace"),
+        torch_backend=world.backend if world.torch else "",
+        group_timeout=None if limit is None else timedelta(seconds=seconds(limit)),
     )
 
 
