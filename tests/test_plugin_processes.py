@@ -448,6 +448,37 @@ def test_quitting_pdb_ends_the_session(pytester, monkeypatch):
     result.stdout.fnmatch_lines(["*Quitting debugger*"])
 
 
+def test_a_body_can_be_followed_from_its_first_line(pytester, monkeypatch):
+    commands = b"next\np value * 1000\nc\n"
+    options = "--trace", "-k", "stops_together"
+    source = DEBUGGED.replace("dist.breakpoint(1)", "")
+    result = run_apart(pytester, monkeypatch, source, *options, stdin=commands)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["-> value = rank + 70", "(rank 0) 70000"])
+
+
+def test_another_limit_is_told_with_where_ranks_stand(pytester):
+    source = """
+import time
+
+@pytest.mark.world(2, ranks="processes")
+def test_warms_up(): pass
+
+@pytest.mark.timeout(0.5)
+@pytest.mark.world(2, ranks="processes")
+def test_hangs(rank):
+    if rank == 1:
+        time.sleep(600)
+
+@pytest.mark.world(2, ranks="processes")
+def test_goes_on(): pass
+"""
+    result = run(pytester, source)
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["rank 1:", '*test_one.py", line * in test_hangs'])
+    assert "rank 0:" not in result.outlines
+
+
 def test_xdist_workers_have_a_pool_each(pytester, monkeypatch):
     source = """
 import os

@@ -66,7 +66,11 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
             _output(item, arguments, directory, world.size, failures),
             pool.ranks(world.size, task, group, terminal.hear) as ranks,
         ):
-            ranks.see_through(None if body.traces else world.timeout, False)
+            try:
+                ranks.see_through(None if body.traces else world.timeout, False)
+            except pytest.fail.Exception as error:  # somebody else's limit, of pytest-timeout say
+                error.msg = f"{error.msg}\n{_places(ranks)}"
+                raise
             failures += map(_opened, ranks.failures)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -83,6 +87,13 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
             ),
             stacklevel=2,
         )
+
+
+def _places(ranks: processes.Processes) -> str:
+    """Say where ranks that still run stand."""
+    return "\n".join(
+        f"rank {each.rank}:\n{each.where()}" for each in ranks.ranks if each in ranks.running
+    )
 
 
 def _pool(config: pytest.Config) -> Pool:
@@ -267,6 +278,10 @@ def _error(
     item: pytest.Function, failures: list[Failure], size: int, terminal: console.Terminal
 ) -> BaseException:
     """Return what to raise for what ranks have told of their failures."""
+    if terminal.has_shown is not None:  # that one is told, whoever else has failed
+        failures = [
+            replace(each, when=0) if each.rank == terminal.has_shown else each for each in failures
+        ]
     error = reports.choose(first_real(failures, size), failures, size)
     if terminal.has_shown is not None:
         setattr(error, console.SHOWN, terminal)

@@ -145,7 +145,9 @@ class _Plugin:
     def module(self, path: Path) -> pytest.Module:
         """Return the test module of a file, imported as pytest imports it."""
         module: pytest.Module = pytest.Module.from_parent(self._session, path=path)
-        _ = module.obj
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the main process has imported it, and told of them
+            _ = module.obj
         return module
 
     def call(self, body: Body, work: Callable[[], Any]) -> tuple[Any, list[Issued]]:
