@@ -110,7 +110,7 @@ def show(value: object) -> None:
     ("value", "shown"), [(Shy(), "<Shy whose repr raises RuntimeError>"), ("x" * 1000, "'xxx")]
 )
 def test_values_are_shown_briefly_and_safely(value: object, shown: str) -> None:
-    with pytest.raises(ValueError, match="^$") as raised:
+    with pytest.raises(ValueError, match=r"^$") as raised:
         show(value)
     *_, (frame, _) = traceback.walk_tb(there_and_back(raised.value).__traceback__)
     assert repr(frame.f_locals["value"]).startswith(shown)
