@@ -385,13 +385,19 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory whose name leaves room for that of a socket in it."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
 @pytest.mark.parametrize("how", ["exit", "idle", "running"])
-def test_processes_end_with_their_owner(tmp_path: Path, how: str) -> None:
+def test_processes_end_with_their_owner(tmp_path: Path, how: str, short_path: Path) -> None:
     """It exits without closing the pool, or it is killed while the pool is idle or runs."""
     script = tmp_path / "owner.py"
     script.write_text(textwrap.dedent(OWNER))
-    files = tmp_path / "files"
-    files.mkdir()
+    files = short_path
     memory = set(os.listdir("/dev/shm"))
     owner = subprocess.Popen(
         [sys.executable, script, how],

@@ -30,7 +30,7 @@ def late_collectives(backend: GroupBackend) -> None:
 
 
 def missing_ranks(backend: GroupBackend) -> None:
-    """A monitored barrier that one does not come to raises on all others, and names it to rank 0."""
+    """A monitored barrier without one rank raises on all others, and names it to rank 0."""
     missing = backend.size - 1
     if backend.rank != missing:
         limit = 5 * _SHORT if backend.rank == 0 else _PATIENCE
