@@ -48,6 +48,7 @@ _DO_NOT_TOUCH = {
     *("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "lift"),
 }
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_DECORATORS = ("/contextlib.py", "/typing_extensions.py")  # of functions of torch's
 # Threads that move the bytes of operations that were derived from messages.
 _MOVERS = {"phalanx-lane", "phalanx-work"}
 _PATIENCE = 10_000  # steps of a search for a common element of two strided tensors
@@ -307,10 +308,14 @@ def only_read(used: Sequence[Used]) -> list[Tensor]:
 def _site(frame: FrameType) -> str:
     """Name the innermost line that is neither torch's nor this package's."""
     inner: FrameType | None = frame
-    while inner is not None and inner.f_code.co_filename.startswith((_TORCH, notes.PACKAGE)):
+    while inner is not None and _is_aside(inner.f_code.co_filename):
         inner = inner.f_back
     found = inner or frame
     return notes.site(StackSummary.extract([(found, found.f_lineno)], lookup_lines=False))
+
+
+def _is_aside(file: str) -> bool:
+    return file.startswith((_TORCH, notes.PACKAGE)) or file.endswith(_DECORATORS)
 
 
 def _register_kernels() -> None:
