@@ -34,6 +34,7 @@ def detail(monkeypatch):
     monkeypatch.setenv("PHALANX_DEBUG", "DETAIL")
     yield
     assert not in_flight._flights
+    assert "tolist" not in vars(torch.Tensor)
     logs.show(None)
 
 
@@ -99,6 +100,7 @@ TOUCHES = {
     "add": lambda x: x + 1,
     "view": lambda x: x[3:5].sum(),
     "item": lambda x: x[0].item(),
+    "tolist": lambda x: x[:3].tolist(),
     "bool": lambda x: bool(x[0] > 0),
     "print": str,
     "clone": lambda x: x.clone(),
@@ -312,7 +314,7 @@ def test_in_threads_that_a_thread_rank_starts(detail):
 def on_two_groups():
     x, other = torch.ones(4), dist.new_group([0, 1])
     work = dist.all_reduce(x, async_op=True)
-    told = [refused(dist.all_reduce, x, dist.ReduceOp.SUM, other)]
+    told = [refused(dist.all_reduce, x, dist.ReduceOp.SUM, other) for _ in range(2)][1:]
     told.append(refused(dist.isend, x[1:], 1 - dist.get_rank()))
     dist.all_reduce(x)  # on the same group they have an order
     work.wait()
@@ -474,8 +476,9 @@ def test_compiled_code_is_left_alone(detail):
     def body():
         x, other = torch.ones(8), torch.ones(8)
         double = torch.compile(lambda t: t * 2 + 1, backend="eager")
+        listed = torch.compile(lambda t: t.tolist(), backend="eager")
         work = dist.all_reduce(x, async_op=True)
-        found = double(other).tolist()
+        found = listed(double(other))
         work.wait()
         return found, double(x).tolist()
 
