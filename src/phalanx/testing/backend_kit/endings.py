@@ -31,11 +31,7 @@ def late_collectives(backend: GroupBackend) -> None:
 
 
 def missing_ranks(backend: GroupBackend) -> None:
-<<<<<<< HEAD
-    """A monitored barrier without one rank raises on all others, and names it to rank 0."""
-=======
     """A monitored barrier to which one does not come raises, and rank 0 is told its name."""
->>>>>>> guarantees
     missing = backend.size - 1
     if backend.rank != missing:
         limit = 5 * _SHORT if backend.rank == 0 else _PATIENCE
