@@ -151,7 +151,6 @@ class TestSizes:
         ("2, torch=1", "torch*got 1"),
         ("2, interleavings=-1", "interleavings*got -1"),
         ("2, interleavings=3, ranks='processes'", "interleavings needs ranks='threads'"),
-        ("2, interleavings=3, torch=True", "interleavings and torch=True do not go together"),
     ],
 )
 def test_a_wrong_mark_is_an_error_at_collection(pytester, arguments, fact):

@@ -1,4 +1,4 @@
-"""Marks that ask for more than a world: torch's programs, orders, faults."""
+"""Marks that ask for more than a world: torch's programs, orders."""
 
 from __future__ import annotations
 
@@ -74,16 +74,8 @@ class TestInterleavings:
         source = RACE.replace("    assert", "    work.wait()\n    assert")
         run(pytester, source).assert_outcomes(passed=1)
 
-
-def test_faults(pytester):
-    result = run(
-        pytester,
-        """
-@pytest.mark.world(3)
-def test_it(rank, world):
-    with world.faults(kill=1, at="barrier#2"), pytest.raises(dist.PeerFailed):
-        for _ in range(3):
-            dist.barrier()
-""",
-    )
-    result.assert_outcomes(passed=1)
+    def test_of_torch_distributed(self, pytester):
+        torch = RACE.replace("dist.", "torch.distributed.").replace("=40", "=40, torch=True")
+        result = run(pytester, "import torch.distributed\n" + torch)
+        result.assert_outcomes(failed=1)
+        result.stdout.fnmatch_lines("E*to run it again: pytest --world-seed=*")

@@ -33,6 +33,10 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
             ranks.call(item.obj, **arguments)
 
 
+def _run_torch(function: Callable[[], Any], size: int, **options: Any) -> list[Any]:
+    return testing.torch_world(size, **options).run(function)
+
+
 class _Ranks:
     """The worlds that a test is run in."""
 
@@ -81,27 +85,25 @@ class _Ranks:
         timeout = None if is_traced else world.timeout
         group_timeout = _FOR_EVER if is_traced else world.group_timeout
         common: dict[str, Any] = {"backend": world.backend, "rng": world.rng}
+        run: Callable[..., list[Any]]
         if world.torch:
-            make = cast(Any, testing).torch_world
-            run = make(world.size, timeout=timeout, group_timeout=group_timeout, **common).run
+            run = partial(_run_torch, timeout=timeout, group_timeout=group_timeout, **common)
         else:
             run = partial(run_threads, deadline=timeout, timeout=group_timeout, **common)
 
-        def run_anew(function: Any, *size: int) -> list[Any]:
+        def run_anew(function: Any, size: int) -> list[Any]:
             self._captures.forget_output()  # of a run before, which is not the one to be reported
-            return cast("list[Any]", run(function, *size))
+            return run(function, size)
 
         def explore(function: Any) -> list[Any]:
             seeds = range(world.interleavings) if world.seed is None else [world.seed]
             replay = f"pytest --world-seed={{seed}} {shlex.quote(self._item.nodeid)}"
-            explored = cast(Any, testing).explore(
+            explored = testing.explore(
                 function, world.size, seeds=seeds, launch=run_anew, replay=replay
             )
             return [result for each in explored for result in each.results]
 
-        if world.interleavings:
-            return explore
-        return run_anew if world.torch else lambda function: run_anew(function, world.size)
+        return explore if world.interleavings else lambda body: run_anew(body, world.size)
 
     def _live(self, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Be one rank."""

@@ -112,8 +112,6 @@ def _check(mark: WorldMark) -> None:
         raise ValueError(f"interleavings is how many schedules: got {mark.interleavings!r}")
     if mark.interleavings and mark.ranks == "processes":
         raise ValueError("interleavings needs ranks='threads': processes cannot be scheduled")
-    if mark.interleavings and mark.torch:
-        raise ValueError("interleavings and torch=True do not go together")
 
 
 def _is_number(given: object) -> bool:
