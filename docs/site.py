@@ -6,6 +6,7 @@ links work in both places.
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from posixpath import dirname, join, normpath, relpath
@@ -23,8 +24,8 @@ PAGES = {
     f"{BROKEN}README.md": "examples/broken.md",
 } | {
     script.relative_to(ROOT).as_posix(): script.relative_to(ROOT).with_suffix(".md").as_posix()
-    for script in sorted((ROOT / "examples").rglob("*.py"))
-    if script.parent != ROOT / BROKEN
+    for script in sorted((ROOT / "examples").rglob("*"))
+    if script.suffix in (".py", ".ipynb") and script.parent != ROOT / BROKEN
 }
 ORIGINS = {page: file for file, page in PAGES.items()}
 _LINK = re.compile(r"\]\((?P<target>[^)#:\s]+)(?P<anchor>#[^)]*)?\)")
@@ -66,6 +67,8 @@ def _content(file: str) -> str:
         return "\n".join([text, *map(_failure, scripts)])
     if file.endswith(".py"):
         return f"# {Path(file).name}\n\n{_fenced(text, 'python')}"
+    if file.endswith(".ipynb"):
+        return "\n\n".join(map(_cell, json.loads(text)["cells"]))
     return text if file.endswith(".md") else f"# Licence\n\n{_fenced(text, 'text')}"
 
 
@@ -76,6 +79,11 @@ def _failure(script: Path) -> str:
         f"## {name}.py {{ #{name}py }}\n\n{_fenced(script.read_text(), 'python')}\n"
         f'<span id="{name}txt"></span>It says:\n\n{_fenced(said, "text")}\n'
     )
+
+
+def _cell(cell: dict[str, Any]) -> str:
+    text = "".join(cell["source"])
+    return text if cell["cell_type"] == "markdown" else _fenced(text, "python")
 
 
 def _fenced(text: str, language: str) -> str:

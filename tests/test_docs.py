@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import os
 import re
 import shlex
+import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +24,15 @@ from phalanx.commands import COMMANDS, describe
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
+PLUGIN = "phalanx.testing.plugin"
 PAGES = sorted(
     [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "examples").rglob("*.md")],
     key=lambda page: page.as_posix(),
 )
 _RUNS = re.compile(r"<!-- runs -->\n```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+_FAILS = re.compile(
+    r"<!-- fails -->\n```python\n(.*?)^```.*?^```text\n(.*?)^```", re.DOTALL | re.MULTILINE
+)
 _FENCE = re.compile(r"^(`{3,}).*?^\1", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)(?!`)")
 _COMMAND = re.compile(r"^(?:\$ )?(phalanx [a-z]+(?![\w:]).*)$", re.MULTILINE)
@@ -49,7 +56,55 @@ def snippets(page: Path) -> list[str]:
 RUNNABLE = [page for page in PAGES if snippets(page)]
 
 
-@pytest.mark.parametrize("page", RUNNABLE, ids=name_of)
+# Their snippets have marks and fixtures: pytest runs them.
+FOR_PYTEST = [page for page in RUNNABLE if "pytest.mark" in "".join(snippets(page))]
+
+
+def run_pytest(folder: Path, name: str, source: str) -> tuple[int, str]:
+    """Run a file of tests as a user would and return the exit code and what was printed."""
+    (folder / name).write_text(source)
+    installed = any(entry.value == PLUGIN for entry in entry_points(group="pytest11"))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "error"),
+            *([] if installed else ["-p", PLUGIN]),
+            name,
+        ],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "80"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("page", FOR_PYTEST, ids=name_of)
+def test_tests_of_a_page_pass(page: Path, tmp_path: Path) -> None:
+    code, output = run_pytest(tmp_path, "test_page.py", "\n".join(snippets(page)))
+    assert code == 0, output
+
+
+FAILING = [
+    pytest.param(source, said, id=f"{name_of(page)}-{number}")
+    for page in PAGES
+    for number, (source, said) in enumerate(_FAILS.findall(page.read_text()), 1)
+]
+
+
+@pytest.mark.parametrize(("source", "said"), FAILING)
+def test_a_failing_test_says_what_the_page_says(source: str, said: str, tmp_path: Path) -> None:
+    code, output = run_pytest(tmp_path, "test_metrics.py", source)
+    assert code == 1, output
+    lines = output.splitlines()
+    for line in said.splitlines():
+        start = line.removesuffix("...")
+        is_there = line in lines if start == line else any(each.startswith(start) for each in lines)
+        assert is_there, f"{line!r} is not in\n{output}"
+
+
+@pytest.mark.parametrize("page", [page for page in RUNNABLE if page not in FOR_PYTEST], ids=name_of)
 def test_snippets_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a page, one after the other, are a module, which processes can import as well."""
     name = f"snippets_of_{page.stem.replace('-', '_')}"

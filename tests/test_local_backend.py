@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from torch_ranks import run_torch
 
 import phalanx as dist
 from phalanx.backends import local
 from phalanx.backends.registry import BackendOptions
 from phalanx.stores import HashStore
 from phalanx.testing import run_ranks
-from phalanx.testing.backend_kit import check_abort, check_backend, check_group
+from phalanx.testing.backend_kit import check_backend, check_endings, check_group
 
 
 def _make(rank: int, size: int, shared: dict[str, object]) -> local.LocalBackend:
@@ -24,7 +25,16 @@ def test_contract_on_threads() -> None:
 
 def _contract() -> None:
     check_group(dist.group.WORLD.transport)
-    check_abort(dist.new_group().transport)
+    check_endings(lambda: dist.new_group().transport)
+
+
+def _contract_in_a_world_of_torch_s() -> None:
+    check_group(dist.group.WORLD.transport)
+    check_endings(lambda: dist.new_group().transport)
+
+
+def test_contract_in_a_world_of_torch_s() -> None:
+    run_torch(_contract_in_a_world_of_torch_s, 2)
 
 
 @pytest.mark.parametrize("size", [2, 3])

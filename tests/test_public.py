@@ -21,8 +21,8 @@ LAYERS = [
     {"algorithms", "data", "optim", "parallel"},
 ]
 # These may use all of the above, and none uses them.
-BESIDE = {"__main__", "bench", "cli", "commands", "completion", "debug", "demo", "doctor"}
-BESIDE |= {"launch", "machine", "random", "testing", "torch_backend", "trace"}
+BESIDE = {"__main__", "bench", "cli", "commands", "completion", "debug", "demo", "dispatch"}
+BESIDE |= {"doctor", "launch", "machine", "random", "testing", "torch_backend", "trace"}
 
 
 def test_all_is_sorted_and_complete():
@@ -73,7 +73,7 @@ def test_imports_point_down():
 
 def test_torch_distributed_is_not_used():
     for path in ROOT.rglob("*.py"):
-        if path.parent.name == "torch_backend":  # which serves it
+        if path.parent.name in ("torch_backend", "torch_threads"):  # which serve and test it
             continue
         if path.parts[-2:] == ("bench", "torch_peer.py"):  # which measures it
             continue

@@ -113,6 +113,101 @@ def test_torch_meets_in_the_environment_as_well() -> None:
     assert spawn(summed_by_both, nprocs=2) == [([3, 3], [3, 3])] * 2
 
 
+def in_a_world(offset: int, *, times: int = 1) -> tuple[float, int, str]:
+    tensor = torch.tensor([float(dist.get_rank() + offset)]) * times
+    dist.all_reduce(tensor)
+    return tensor.item(), dist.get_world_size(), os.environ["RANK"]
+
+
+def test_a_number_in_second_place_makes_a_world_as_run_threads_does() -> None:
+    assert spawn(in_a_world, 2, 1, times=2) == [(6.0, 2, "0"), (6.0, 2, "1")]
+
+
+def only_the_first_waits() -> str:
+    if dist.get_rank() == 1:
+        raise KeyError("lost")
+    dist.barrier()
+    return "never"
+
+
+def test_a_world_takes_what_run_threads_takes() -> None:
+    first, second = spawn(only_the_first_waits, 2, return_exceptions=True, timeout=30)
+    assert isinstance(first, dist.PeerFailed)
+    assert isinstance(second, KeyError)
+    with pytest.raises(dist.DistTimeout, match=r"0\.2 s"):
+        spawn(time.sleep, 2, 600, deadline=0.2)
+
+
+def test_the_two_ways_to_call_it_are_not_mixed() -> None:
+    with pytest.raises(TypeError, match=r"spawn\(fn, size\) takes no join or nprocs"):
+        spawn(place, 2, nprocs=2, join=True)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match=r"spawn\(fn, args, nprocs\) takes no backend or scale"):
+        spawn(place, (), 2, backend="phalanx", scale=3)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="takes no 'extra'"):
+        spawn(place, (), 2, True, False, "fork", "extra")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        spawn(place, 0)
+
+
+def speak() -> None:
+    for i in range(50):
+        for part in ("line ", str(i), "\n"):
+            sys.stdout.write(part)
+    os.write(2, b"below Python\n")
+    subprocess.run(["echo", "child"], check=True)
+    print("1%\r99%", end="")
+
+
+def test_every_line_has_its_rank_if_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    spawn(speak, 3, label=True)
+    out, err = (text.splitlines() for text in capsys.readouterr())
+    for rank in range(3):
+        label = f"[rank {rank}] "
+        own = [line.removeprefix(label) for line in out if line.startswith(label)]
+        assert own == [*(f"line {i}" for i in range(50)), "child", "99%"]
+    assert len(out) == 3 * 52
+    assert sorted(err) == [f"[rank {rank}] below Python" for rank in range(3)]
+
+
+def speak_and_be_killed(rank: int) -> None:
+    print("last words of", rank)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("start_method", ["forkserver", "fork"])
+def test_what_a_rank_that_died_has_printed_is_there(
+    start_method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DistError, match="rank 1 was killed"):
+        spawn(speak_and_be_killed, (), 2, start_method=start_method, label=True)
+    assert "[rank 1] last words of 1" in capsys.readouterr().out.splitlines()
+
+
+def leave_somebody_who_speaks() -> int:
+    return subprocess.Popen(["sh", "-c", "while :; do echo more; done"]).pid
+
+
+def test_output_of_what_is_left_behind_is_not_waited_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (pid,) = spawn(leave_somebody_who_speaks, 1, label=True)
+    while Path(f"/proc/{pid}/exe").exists():  # the pipe is gone, which ends it
+        time.sleep(0.01)
+    assert set(capsys.readouterr().out.splitlines()) <= {"[rank 0] more"}
+
+
+def test_an_output_that_nobody_reads_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    unread = open(writer, "w")  # noqa: SIM115  (what cannot be written makes closing it fail)
+    monkeypatch.setattr(sys, "stdout", unread)
+    with pytest.raises(BrokenPipeError):
+        spawn(speak, 1, label=True)
+    with pytest.raises(BrokenPipeError):
+        unread.close()
+
+
 def test_one_process_is_the_default() -> None:
     assert spawn(place, ("RANK", "WORLD_SIZE")) == [["0", "1"]]
 
@@ -257,7 +352,7 @@ class TestContext:
 def test_nothing_is_left() -> None:
     spawn(place)  # what the first run sets up may stay
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    spawn(summed, (1,), nprocs=2)
+    spawn(summed, (1,), nprocs=2, label=True)
     with pytest.raises(KeyError):
         spawn(fail_on, (0,), nprocs=2)
     assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before

@@ -17,87 +17,18 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
+from dict_store import DictStore
 from hypothesis import given
 from hypothesis import strategies as st
 
 from phalanx import _native
 from phalanx.errors import DistQueueEmptyError, DistStoreError, StoreTimeout
 from phalanx.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+from phalanx.testing import store_kit
 from phalanx.testing.store_kit import check_store
+from phalanx.torch_backend.store import TorchStore
 
 Pair = tuple[Store, Store]
-
-
-class DictStore(Store):
-    """The least that a store of somebody else's has to write."""
-
-    def __init__(self, shared: tuple[dict[str, bytes], threading.Condition] | None = None) -> None:
-        super().__init__()
-        self._shared = shared or ({}, threading.Condition())
-        self._values, self._changed = self._shared
-
-    def _put(self, key: str, value: str | bytes) -> None:
-        if not isinstance(key, str) or not isinstance(value, (str, bytes)):
-            raise TypeError("keys are str, values str or bytes")
-        self._values[key] = value.encode() if isinstance(value, str) else value
-        self._changed.notify_all()
-
-    def set(self, key, value):
-        with self._changed:
-            self._put(key, value)
-
-    def get(self, key):
-        self.wait([key])
-        return self._values[key]
-
-    def add(self, key, amount):
-        if not isinstance(amount, int):
-            raise TypeError("amount is an int")
-        with self._changed:
-            total = int(self._values.get(key) or 0) + amount
-            if not -(2**63) <= total < 2**63:
-                raise ValueError("not a 64-bit integer")
-            self._put(key, str(total))
-            return total
-
-    def check(self, keys):
-        if isinstance(keys, str):
-            raise TypeError("keys is a list")
-        return all(key in self._values for key in keys)
-
-    def wait(self, keys, timeout=None):
-        if isinstance(timeout, timedelta):
-            timeout = timeout.total_seconds()
-        with self._changed:
-            if not self._changed.wait_for(
-                lambda: self.check(keys), self._seconds if timeout is None else timeout
-            ):
-                raise StoreTimeout("too late")
-
-    def compare_set(self, key, expected_value, desired_value):
-        with self._changed:
-            current = self._values.get(key, b"")
-            expected = (
-                expected_value.encode() if isinstance(expected_value, str) else expected_value
-            )
-            if current == expected:
-                self._put(key, desired_value)
-            return self._values.get(key, expected)
-
-    def delete_key(self, key):
-        with self._changed:
-            return self._values.pop(key, None) is not None
-
-    def num_keys(self):
-        return len(self._values)
-
-    def list_keys(self):
-        return list(self._values)
-
-    def clone(self):
-        twin = DictStore(self._shared)
-        twin.set_timeout(self.timeout)
-        return twin
 
 
 def hash_pair() -> Pair:
@@ -126,6 +57,22 @@ def file_pair(tmp_path: Path) -> Callable[[], Pair]:
     return make
 
 
+def torch_tcp_pair():
+    master = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = torch.distributed.TCPStore("127.0.0.1", master.port, wait_for_workers=False)
+    return TorchStore(master), TorchStore(other)
+
+
+def torch_prefix_pair():
+    store = torch.distributed.PrefixStore("p", torch.distributed.HashStore())
+    return TorchStore(store), TorchStore(store.clone())
+
+
+def torch_hash_pair():
+    store = TorchStore(torch.distributed.HashStore())
+    return store, store.clone()
+
+
 @pytest.fixture(params=["hash", "tcp", "file", "prefix", "nested", "foreign"])
 def make(request, file_pair) -> Callable[[], Pair]:
     makers: dict[str, Callable[[], Pair]] = {
@@ -141,6 +88,16 @@ def make(request, file_pair) -> Callable[[], Pair]:
 
 def test_conformance(make):
     check_store(make)
+
+
+TORCH_S = {"hash": torch_hash_pair, "tcp": torch_tcp_pair, "prefix": torch_prefix_pair}
+
+
+@pytest.mark.parametrize("kind", TORCH_S)
+def test_stores_of_torch_s_conform_as_far_as_torch_does(kind):
+    for rule in [*store_kit.RULES, store_kit.without_extended_api]:
+        if rule is not store_kit.no_numbers:  # torch reads "12abc" as 12, or drops the connection
+            store_kit.check_rule(rule, TORCH_S[kind])
 
 
 # One operation each: what is called, and with what.

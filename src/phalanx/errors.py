@@ -2,6 +2,7 @@
 
 RuntimeError
 └── DistError
+    ├── BufferInUse                a tensor was touched before its operation was waited for
     ├── DistNetworkError           a connection could not be made or broke
     ├── DistStoreError             a store refused or lost a request
     │   ├── DistQueueEmptyError    queue_pop(block=False) found nothing
@@ -51,6 +52,10 @@ def expected() -> Iterator[None]:
 
 class DistError(_theirs._DistError):  # type: ignore[misc]
     """Root of all errors raised by the package."""
+
+
+class BufferInUse(DistError):
+    """A tensor of an asynchronous operation was touched before its work was waited for."""
 
 
 class DistNetworkError(DistError, _theirs._DistNetworkError):  # type: ignore[misc]

@@ -127,7 +127,7 @@ class ProcessGroup:
     ) -> None:
         """Do a barrier in which rank 0 names who is missing."""
         limit = None if timeout is None else seconds(timeout)
-        self.backend.monitored_barrier(timeout=limit, wait_all_ranks=wait_all_ranks)
+        self.transport.monitored_barrier(timeout=limit, wait_all_ranks=wait_all_ranks)
 
     def sequence_number(self) -> int:
         """Return how many collectives this rank has issued on the group."""

@@ -7,7 +7,7 @@ import os
 import pdb
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from types import FrameType
 from typing import IO
@@ -17,6 +17,11 @@ from phalanx.collectives import barrier
 from phalanx.world import World, here
 
 _NEVER = 1e8  # seconds
+
+# Called on the rank that stops, before it does; set by who has taken the terminal.
+on_stop: Callable[[], None] = lambda: None  # noqa: E731
+# Where the terminal of this process is not to be used: what to read from, and what to write to.
+console: tuple[IO[str], IO[str]] | None = None
 
 _passed: WeakKeyDictionary[World, Counter[tuple[str, int]]] = WeakKeyDictionary()
 
@@ -42,8 +47,10 @@ def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> 
     patience = _NEVER if timeout_s is None else timeout_s
     for group in world.groups.values():
         group.set_timeout(max(group.backend.timeout, patience))
-    debugger = _Debugger(world) if world.rank == rank else None
-    if debugger is not None:
+    debugger = None
+    if world.rank == rank:
+        on_stop()
+        debugger = _Debugger(world)
         debugger.ask(caller)
     # A timeout of its own also says that whoever waits here is not deadlocked.
     barrier(timeout=patience)
@@ -55,8 +62,10 @@ class _Debugger(pdb.Pdb):
     """A pdb that is asked for commands first, and traces only once the other ranks have gone on."""
 
     def __init__(self, world: World) -> None:
-        stdin = _terminal()
-        super().__init__(stdin=stdin, stdout=None if stdin is None else sys.stdout, nosigint=True)
+        stdin, stdout = console or (_terminal(), None)
+        if stdin is not None and stdout is None:
+            stdout = sys.stdout
+        super().__init__(stdin=stdin, stdout=stdout, nosigint=True)
         self._rank = world.rank
         self.prompt = f"(rank {world.rank}) "
 

@@ -1,7 +1,7 @@
 """What the level DETAIL adds: statistics of inputs, and the stacks of all ranks in errors.
 
-While it is on each group has a layer of it, so that no other level pays for it. What a rank is about
-to do it first notes where the others can read it, also while it hangs.
+While it is on each group has a layer of it, so that no other level pays for it. What a rank is
+about to do it first notes where the others can read it, also while it hangs.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from phalanx import logs, profiling
 from phalanx.backends.base import COLLECTIVES, MESSAGES, Call
-from phalanx.debug import diary, layers, notes
+from phalanx.debug import diary, in_flight, layers, notes
 from phalanx.debug.diary import Diary
-from phalanx.debug.layers import Layer
+from phalanx.debug.in_flight import Flight, Flights
+from phalanx.debug.layers import Layer, LayeredWork
 from phalanx.debug.notes import Entry, Statistics
-from phalanx.errors import DistBackendError
+from phalanx.errors import BufferInUse, DistBackendError
 from phalanx.groups import ProcessGroup
 from phalanx.launch.outcomes import spell
 from phalanx.types import Timeout
@@ -35,12 +36,13 @@ _log = {True: logs.area("p2p"), False: logs.area("collectives")}
 def look_into(world: World, group: ProcessGroup) -> None:
     """Have all operations of a group looked into."""
     if layers.find(group, Detailed) is None:
-        layers.put(group, Detailed(group, diary.of(world, group.backend)))
+        layers.put(group, Detailed(group, diary.of(world, group.backend), in_flight.of(world)))
 
 
 def look_away(world: World) -> None:
     """Look into the operations of a world's groups no longer."""
     diary.close(world)
+    in_flight.close(world)
     for group in list(world.groups.values()):
         layers.take(group, Detailed)
 
@@ -61,14 +63,33 @@ class Called(NamedTuple):
 class Detailed(Layer):
     """Looks at every operation before it passes it on."""
 
-    def __init__(self, group: ProcessGroup, diary: Diary) -> None:
+    def __init__(self, group: ProcessGroup, diary: Diary, flights: Flights) -> None:
         super().__init__(group)
         self._backend = group.backend
         self._diary = diary
+        self._flights = flights
         self._issued = 0
 
     def call(self, name: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        in_flight.attend()
+        with in_flight.unseen():  # what is done here is done for the operation
+            return self._call(name, operation, args, kwargs)
+
+    def _call(
+        self,
+        name: str,
+        operation: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        used = in_flight.used(name, args, kwargs, self._backend.rank)
+        issued = self._issued
         called = self._called(name, args, sys._getframe(1))
+        try:
+            flight = self._flights.admit(self.group, name, called.entry.title, used)
+        except BufferInUse:
+            self._issued = issued
+            raise
         _say(called)
         self._diary.begin(called.entry)
         try:
@@ -80,7 +101,12 @@ class Detailed(Layer):
             self._diary.end()
             if name in COLLECTIVES and not kwargs.get("async_op"):
                 self._issued = self._backend.sequence_number()
-        return DetailedWork(result, called) if isinstance(result, Work) else result
+        if not isinstance(result, Work):
+            self._flights.end_before(flight)
+            return result
+        work = DetailedWork(result, called, self._flights, flight, in_flight.only_read(used))
+        self._flights.begin(flight, work)
+        return work
 
     def _called(self, name: str, args: tuple[Any, ...], frame: FrameType) -> Called:
         group, rank = self.group, self._backend.rank
@@ -123,34 +149,53 @@ def _say(call: Called) -> None:
         )
 
 
-class DetailedWork(Work):
-    """A work whose errors say what all ranks were doing."""
+class DetailedWork(LayeredWork):
+    """A work whose errors say what all ranks were doing, and whose tensors are in use."""
 
-    def __init__(self, work: Work, call: Called) -> None:
-        self._work = work
+    def __init__(
+        self, work: Work, call: Called, flights: Flights, flight: Flight, inputs: list[Tensor]
+    ) -> None:
+        super().__init__(work)
         self._call = call
+        self._flights = flights
+        self._flight = flight
+        self._inputs = [(tensor, notes.checksum_of(tensor)) for tensor in inputs]
 
     def wait(self, timeout: Timeout | None = None) -> bool:
         try:
-            return self._work.wait(timeout)
+            done = super().wait(timeout)
         except DistBackendError as error:
+            self.is_completed()
             explain(error, self._call)
             raise
+        with in_flight.unseen():
+            if self._have_inputs_changed():
+                self._flights.end(self._flight)
+                raise self._flights.changed(self._flight)
+        self._flights.end(self._flight)
+        return done
+
+    def _have_inputs_changed(self) -> bool:
+        if not self._flight.is_open or not self._flight.has_stable_inputs:
+            return False
+        return any(notes.checksum_of(tensor) != before for tensor, before in self._inputs)
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        completed = super().is_completed()
+        if completed and self._flight.is_open:
+            self._flights.end(self._flight)
+        return completed
 
     def exception(self) -> BaseException | None:
-        error = self._work.exception()
+        error = super().exception()
+        self.is_completed()
         if isinstance(error, DistBackendError):
             explain(error, self._call)
         return error
 
     def result(self) -> list[Tensor]:
-        return self._work.result()
-
-    def source_rank(self) -> int:
-        return self._work.source_rank()
+        self.is_completed()
+        return super().result()
 
 
 def explain(error: DistBackendError, call: Called) -> None:

@@ -11,8 +11,12 @@ from functools import partial
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
+
 from phalanx.backends.base import COLLECTIVES, MESSAGES, GroupBackend
 from phalanx.groups import ProcessGroup
+from phalanx.types import Timeout
+from phalanx.work import Work
 from phalanx.world import World
 
 
@@ -33,6 +37,28 @@ class Layer:
     def call(self, name: str, operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Do one operation: the arguments are those of `GroupBackend`'s method of that name."""
         return operation(*args, **kwargs)
+
+
+class LayeredWork(Work):
+    """Passes on what is asked of a work; for subclasses to override in part."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+
+    def wait(self, timeout: Timeout | None = None) -> bool:
+        return self._work.wait(timeout)
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+    def exception(self) -> BaseException | None:
+        return self._work.exception()
+
+    def result(self) -> list[Tensor]:
+        return self._work.result()
+
+    def source_rank(self) -> int:
+        return self._work.source_rank()
 
 
 Make = Callable[[ProcessGroup], Layer]

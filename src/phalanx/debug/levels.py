@@ -15,8 +15,9 @@ class DebugLevel(enum.IntEnum):
     """How much is said.
 
     OFF: errors only. INFO: also log what happens to worlds and groups. DETAIL: also log every
-    operation, look for NaN and Inf in inputs, and add to errors the Python stack, the checksum and
-    the NaN count of every rank.
+    operation, look for NaN and Inf in inputs, refuse to touch tensors of operations that have not
+    been waited for, and add to errors the Python stack, the checksum and the NaN count of every
+    rank.
     """
 
     OFF = 0
@@ -59,6 +60,12 @@ def set_debug_level_from_env() -> None:
     ValueError if that is none of OFF, INFO and DETAIL, in upper or lower case.
     """
     set_debug_level(_from_environment())
+
+
+def forget_debug_level() -> None:
+    """Let the level be read from the environment again, once somebody asks for it."""
+    global _level
+    _level = None
 
 
 def _from_environment() -> DebugLevel:

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_INNER = (_PACKAGE, contextlib.__file__)  # blocks of `with` are left through contextlib
-_LAUNCHER = os.path.join(_PACKAGE, "launch", "")
+PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_INNER = (PACKAGE, contextlib.__file__)  # blocks of `with` are left through contextlib
+_LAUNCHER = os.path.join(PACKAGE, "launch", "")
 
 _ROOM = 8192  # bytes of a note, of which the engine keeps no more
 _STACK_ROOM = 5000
@@ -71,8 +71,8 @@ class Statistics(NamedTuple):
             return cls()
         checksum = num_nan = num_inf = 0
         for tensor in tensors:
-            flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            checksum = zlib.crc32(flat.view(torch.uint8).numpy().data, checksum)
+            flat = _flat(tensor)
+            checksum = checksum_of(flat, checksum)
             if flat.is_floating_point() or flat.is_complex():
                 known = flat.float() if flat.itemsize == 1 else flat  # little is defined on float8
                 num_nan += int(torch.isnan(known).sum())
@@ -89,6 +89,15 @@ class Statistics(NamedTuple):
         if self.num_nan or self.num_inf:
             text += f", {self.num_nan} NaN, {self.num_inf} Inf"
         return text
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+
+
+def checksum_of(tensor: Tensor, before: int = 0) -> int:
+    """Return a checksum of a tensor's elements, which goes on from one of others."""
+    return zlib.crc32(_flat(tensor).view(torch.uint8).numpy().data, before)
 
 
 def user_stack(frame: FrameType) -> traceback.StackSummary:

@@ -31,6 +31,15 @@ def descendants(pid: int, spared: Collection[int] = ()) -> list[int]:
     return found[1:]
 
 
+def has_children() -> bool:
+    """Say whether this process has children, running or not yet waited for."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
 def signal_below(pid: int, number: int, spared: Collection[int] = ()) -> bool:
     """Send a signal to all processes below one, and return whether there were any."""
     below = descendants(pid, spared)

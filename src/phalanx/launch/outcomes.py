@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import phalanx
 from phalanx import _native
@@ -19,6 +22,14 @@ from phalanx.errors import DistError, DistTimeout, PeerFailed
 GRACE = 5.0
 
 _PACKAGE = os.path.dirname(os.path.abspath(phalanx.__file__)) + os.sep
+
+
+class Killed(BaseException):
+    """Ends a rank that a test kills on purpose, which is nobody's failure."""
+
+
+# Told of the Failure of a rank that is about to be killed on purpose, if its launcher listens.
+last_word: Callable[[Failure], None] = lambda failure: None  # noqa: E731
 
 
 @dataclass(frozen=True)
@@ -36,6 +47,11 @@ class Failure:
         """Whether the rank only reports that another one failed."""
         return isinstance(self.error, PeerFailed)
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether a test has ended the rank on purpose."""
+        return isinstance(self.error, Killed)
+
     def __str__(self) -> str:
         text = str(self.error).partition("\n")[0]
         return f"{type(self.error).__name__}: {text}" if text else type(self.error).__name__
@@ -47,13 +63,30 @@ def story(error: BaseException) -> str:
     What the package itself diagnoses is about the program that called it.
     """
     told = traceback.TracebackException.from_exception(error)
-    frames = list(told.stack)
-    while frames and frames[0].filename.startswith(_PACKAGE):
-        del frames[0]
-    while frames and isinstance(error, DistError) and frames[-1].filename.startswith(_PACKAGE):
+    frames = _without_launcher(told.stack)
+    while frames and isinstance(error, DistError) and is_ours(frames[-1].filename):
         del frames[-1]
     told.stack = traceback.StackSummary.from_list(frames)
     return "".join(told.format())
+
+
+def stack_of_program(frame: FrameType | None) -> str:
+    """Format where a thread of a rank stands, from where the program begins."""
+    return "".join(
+        traceback.StackSummary.from_list(_without_launcher(traceback.extract_stack(frame))).format()
+    )
+
+
+def _without_launcher(stack: traceback.StackSummary) -> list[traceback.FrameSummary]:
+    frames = list(stack)
+    while frames and is_ours(frames[0].filename):
+        del frames[0]
+    return frames
+
+
+def is_ours(filename: str) -> bool:
+    """Say whether code in a file is what runs the program, rather than the program."""
+    return filename.startswith((_PACKAGE, threading.__file__))
 
 
 def as_error(error: BaseException) -> BaseException:
@@ -69,6 +102,8 @@ def reason(failure: Failure) -> str:
     """Say how a rank failed, to its peers; what it only heard from another is passed on."""
     if failure.is_echo:
         return f"gave up because of another rank:\n{failure.error}"
+    if failure.is_wanted:
+        return str(failure.error)
     text = failure.traceback or story(failure.error)
     return f"raised an exception\n{text.rstrip()}"
 
@@ -87,14 +122,16 @@ def settle(results: list[Any], failures: list[Failure], return_exceptions: bool)
     """Return the results by rank, or raise the first real failure, labelled with its rank.
 
     The failures of ranks that only heard of another's do not count as real unless there is no
-    other. With `return_exceptions` nothing is raised: each failed rank's error is its result.
+    other; a rank that a test has killed on purpose has not failed, and its result is None. With
+    `return_exceptions` nothing is raised: each failed rank's error is its result.
     """
+    __tracebackhide__ = True
     if return_exceptions:
         for failure in failures:
             results[failure.rank] = failure.error
         return results
-    if failures:
-        raise _first(failures, len(results))
+    if not all(failure.is_wanted for failure in failures):
+        raise first_real(failures, len(results))
     return results
 
 
@@ -103,7 +140,9 @@ def spell(ranks: Iterable[int]) -> str:
     return _native.rank_list(sorted(ranks))
 
 
-def _first(failures: list[Failure], size: int) -> BaseException:
+def first_real(failures: list[Failure], size: int) -> BaseException:
+    """Return the error of the first real failure, labelled with its rank and with the others."""
+    failures = [failure for failure in failures if not failure.is_wanted]
     real = [failure for failure in failures if not failure.is_echo] or failures
     together, *others = _alike(real)
     first = together[0]
@@ -119,7 +158,7 @@ def _first(failures: list[Failure], size: int) -> BaseException:
         if "\n" in where.strip():  # more than a headline
             lines.append(f"on rank {first.rank}:\n{where.rstrip()}")
     if lines:
-        _label(first.error, "\n".join(lines))
+        label(first.error, "\n".join(lines))
     return first.error
 
 
@@ -139,7 +178,24 @@ def _ranks(failures: list[Failure]) -> str:
     return spell(failure.rank for failure in failures)
 
 
-def _label(error: BaseException, text: str) -> None:
+_remarks: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+
+
+def remark(world: Any, text: str) -> None:
+    """Have a text be printed with whatever error ends this rank's world."""
+    _remarks.setdefault(world, []).append(text)
+
+
+def add_remarks(world: Any, error: BaseException) -> BaseException:
+    """Print with an error what was remarked on the world that it ends."""
+    for text in _remarks.get(world, []) if world is not None else []:
+        if text not in getattr(error, "__notes__", []):
+            label(error, text)
+    return error
+
+
+def label(error: BaseException, text: str) -> None:
+    """Have a text be printed with an error."""
     if sys.version_info >= (3, 11):
         error.add_note(text)
     else:  # no notes there: what is printed above an error is its innermost cause

@@ -12,9 +12,15 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO
 
+from phalanx import bystanders
+from phalanx.launch import notebook
+
 # One colour per rank: readable on dark and on light ground, and never red, which means failure.
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 _CLEAR_LINE = "\r\x1b[K"
+
+_Part = tuple[IO[str] | None, str]  # a line so far, and where it goes
+_NOTHING: _Part = (None, "")
 
 # So much of what a rank has last written to stderr is kept, to be shown if it fails.
 _KEPT_LINES = 200
@@ -44,23 +50,32 @@ def styled(text: str, code: int | str, stream: IO[str]) -> str:
     return f"\x1b[{code}m{text}\x1b[0m" if wants_colour(stream) else text
 
 
+def label(rank: int, stream: IO[str]) -> str:
+    """Return what stands before a line of a rank."""
+    return styled(f"[rank {rank}] ", _COLOURS[rank % len(_COLOURS)], stream)
+
+
 class Screen:
     """Standard output and error, shared by all ranks.
 
-    On a terminal an unfinished line (a progress bar, a question) stays below what is printed
-    meanwhile; elsewhere only what became of it is printed. A thread does the writing: whoever
-    decides on the life of ranks must not wait for somebody to read.
+    On a terminal and in a notebook an unfinished line (a progress bar, a question) stays below what
+    is printed meanwhile; elsewhere only what became of it is printed. A thread does the writing:
+    whoever decides on the life of ranks must not wait for somebody to read. The streams are
+    `borrowed` if a program goes on to use them: then they stay as they are.
     """
 
-    def __init__(self) -> None:
-        self.output, self.errors = _usable(sys.stdout), _usable(sys.stderr)
+    def __init__(self, borrowed: bool = False) -> None:
+        self.output, self.errors = _present(sys.stdout), _present(sys.stderr)
         self.problem: OSError | None = None  # why one of them can no longer be written to
+        self._borrowed = borrowed
         self._terminal = self.output.isatty() and self.errors.isatty()
-        self._shown = ""
-        self._unfinished: dict[object, str] = {}  # of those who write, the latest last
+        self._notebook = borrowed and notebook.is_here()
+        self._shown = _NOTHING
+        self._erasable = False  # whether what is shown still is the last line
+        self._unfinished: dict[object, _Part] = {}  # of those who write, the latest last
         self._queue: SimpleQueue[tuple[IO[str], str] | None] = SimpleQueue()
         self._put = self._written = 0  # characters; each is counted by one thread alone
-        self._writer = threading.Thread(target=self._write_all, daemon=True)
+        self._writer = bystanders.mark(threading.Thread(target=self._write_all, daemon=True))
         self._writer.start()
 
     @property
@@ -74,37 +89,48 @@ class Screen:
         return self._latest != self._shown
 
     @property
-    def _latest(self) -> str:
-        return next(reversed(self._unfinished.values()), "")
+    def _latest(self) -> _Part:
+        return next(reversed(self._unfinished.values()), _NOTHING)
 
     def line(self, stream: IO[str], text: str) -> None:
         """Print a line."""
-        self._erase()
+        self._erase(stream)
         self._write(stream, text + "\n")
 
-    def unfinished(self, whose: object, label: str, text: str) -> None:
+    def unfinished(self, whose: object, stream: IO[str], label: str, text: str) -> None:
         """Keep the line that somebody has not finished; an empty one is finished."""
         self._unfinished.pop(whose, None)
-        if text and self._terminal:
+        if text and self._notebook:
+            self._unfinished[whose] = stream, label + text
+        elif text and self._terminal:
             width = shutil.get_terminal_size().columns
-            self._unfinished[whose] = label + text[: max(0, width - len("[rank 1000] "))]
+            text = text[: max(0, width - len("[rank 1000] "))]
+            self._unfinished[whose] = self.errors, label + text
 
     def show(self) -> None:
         """Print the unfinished line."""
-        self._erase()
-        self._shown = self._latest
-        self._write(self.errors, self._shown)
+        stream, text = latest = self._latest
+        self._erase(stream or self.errors)
+        self._shown, self._erasable = latest, bool(text)
+        if stream:
+            self._write(stream, text)
 
-    def close(self, seconds: float) -> bool:
+    def close(self, seconds: float | None) -> bool:
         """Wait for all to be written; returns whether it was, in that time."""
         self._queue.put(None)
         self._writer.join(seconds)
         return not self._writer.is_alive()
 
-    def _erase(self) -> None:
-        if self._shown:
-            self._write(self.errors, _CLEAR_LINE)
-            self._shown = ""
+    def _erase(self, stream: IO[str]) -> None:
+        """Take back the unfinished line, to print to a stream."""
+        shown, text = self._shown
+        if shown is None or not self._erasable:
+            return
+        self._erasable = False
+        if self._notebook and shown is not stream:
+            return  # a stream begins below the other there, and what is above stays
+        self._write(shown, f"\r{' ' * len(text)}\r" if self._notebook else _CLEAR_LINE)
+        self._shown = _NOTHING
 
     def _write(self, stream: IO[str], text: str) -> None:
         self._put += len(text)
@@ -114,30 +140,38 @@ class Screen:
         while entry := self._queue.get():
             stream, text = entry
             try:
-                stream.write(text)
-                stream.flush()
+                _print(stream, text)
             except OSError as error:
                 self.problem = self.problem or error
-                # What is left in its buffer must not fail once more when Python ends.
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+                if not self._borrowed:
+                    # What is left in its buffer must not fail once more when Python ends.
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
             self._written += len(text)
 
 
-def _usable(stream: IO[str] | None) -> IO[str]:
-    """Return the stream, made to take any text; one that is closed swallows it."""
-    if stream is None:
-        return open(os.devnull, "w")
-    stream.reconfigure(errors="backslashreplace")  # type: ignore[attr-defined]
-    return stream
+def _print(stream: IO[str], text: str) -> None:
+    try:
+        stream.write(text)
+    except UnicodeEncodeError:
+        encoding = getattr(stream, "encoding", None) or "ascii"
+        stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+    except ValueError as error:  # it is closed
+        raise OSError(str(error)) from error
+    stream.flush()
+
+
+def _present(stream: IO[str] | None) -> IO[str]:
+    """Return the stream; one that is not there swallows all."""
+    return open(os.devnull, "w") if stream is None else stream
 
 
 class Speaker:
     """One stream of one rank: cuts what it writes into lines and passes them on."""
 
-    def __init__(self, rank: int, screen: Screen, stream: IO[str], log: Path | None) -> None:
+    def __init__(self, rank: int, screen: Screen, stream: IO[str], log: Path | None = None) -> None:
         self._screen = screen
         self._stream = stream
-        self._label = styled(f"[rank {rank}] ", _COLOURS[rank % len(_COLOURS)], stream)
+        self._label = label(rank, stream)
         self._log = log.open("wb") if log else None
         self._rest = b""
         self.last: deque[str] = deque(maxlen=_KEPT_LINES)
@@ -157,7 +191,7 @@ class Speaker:
         if len(self._rest) > _LONGEST:
             self._print(self._rest)
             self._rest = b""
-        self._screen.unfinished(self, self._label, _shown(self._rest[-4096:]))
+        self._screen.unfinished(self, self._stream, self._label, _shown(self._rest[-4096:]))
 
     def note(self, data: bytes) -> None:
         """Write to the rank's file only."""
@@ -167,7 +201,7 @@ class Speaker:
 
     def end(self) -> None:
         """Print what is left."""
-        self._screen.unfinished(self, "", "")
+        self._screen.unfinished(self, self._stream, "", "")
         if self._rest:
             self._print(self._rest)
             self._rest = b""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import enum
 import faulthandler
 import multiprocessing
 import os
 import pickle
+import re
 import shutil
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -15,6 +18,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -27,11 +31,13 @@ import torch
 
 from phalanx import bystanders, logs, world
 from phalanx.errors import DistError
+from phalanx.launch import notebook, outcomes
 from phalanx.launch.descendants import descendants, kill_below
 from phalanx.launch.environment import Job
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle, story
 from phalanx.launch.parcels import main_as_it_is, pack
 from phalanx.launch.placement import THREADS_VARIABLE
+from phalanx.launch.relay import Mouth, Relay
 from phalanx.process import signal_name
 from phalanx.stores import FileStore
 from phalanx_autoload import REPLACE, register
@@ -50,11 +56,11 @@ _ASKED = 2.0
 _UNGUARDED = 97
 
 
-class _Brief(NamedTuple):
+class Brief(NamedTuple):
     """All that a rank's process needs to know."""
 
     size: int
-    task: bytes  # a function, its arguments and its keyword arguments, packed
+    task: bytes  # see `pack_task`
     environment: dict[str, str]
     group: Group | None  # if there is none, the function is told its rank and makes its own
     directory: str
@@ -94,19 +100,22 @@ def run_processes(
     if size < 1:
         raise ValueError(f"run_processes needs a size of at least 1, got {size}")
     task = pack_task(fn, args, kwargs)
-    place = {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    with Processes(size, task, {**os.environ, **place}, group=Group(backend, timeout)) as ranks:
-        ranks.wait(deadline, return_exceptions)
-        ranks.give_up(deadline or 0, return_exceptions)
+    with Processes(size, task, environment_of(size), group=Group(backend, timeout)) as ranks:
+        ranks.see_through(deadline, return_exceptions)
     return settle(ranks.results, ranks.failures, return_exceptions)
+
+
+def environment_of(size: int) -> dict[str, str]:
+    """Return what the ranks of a world of processes are told, beside their own numbers."""
+    return {**os.environ, "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
 
 
 def pack_task(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
 ) -> bytes:
-    """Pack a function and its arguments for other processes."""
+    """Pack a function and its arguments, and where it is from, for other processes."""
     try:
-        return pack((fn, args, kwargs or {}))
+        return pack((fn, args, kwargs or {}, notebook.sources()))
     except TypeError as error:
         raise TypeError(
             f"cannot send {fn!r} and its arguments to other processes: {error}; "
@@ -117,7 +126,8 @@ def pack_task(
 class Processes:
     """The processes of one job, seen from their launcher.
 
-    As a context manager it leaves nothing behind: no process, no file.
+    Unless somebody else is asked to `hire` them, they are new ones. As a context manager it leaves
+    nothing behind: no process of its own, no file.
     """
 
     def __init__(
@@ -129,28 +139,33 @@ class Processes:
         group: Group | None = None,
         start_method: str = "forkserver",
         daemon: bool | None = None,
+        hire: Callable[[int, Brief], Rank] | None = None,
+        within: str | None = None,
+        relay: Relay | None = None,
     ) -> None:
         if getattr(multiprocessing.current_process(), "_inheriting", False):
             os._exit(_UNGUARDED)  # the launcher says what is wrong, once
         self.results: list[Any] = [None] * size
         self.failures: list[Failure] = []
-        self.ranks: list[_Rank] = []
-        self.running: set[_Rank] = set()
+        self.ranks: list[Rank] = []
+        self.running: set[Rank] = set()
+        self._limit = float("inf")  # when nobody waits any longer
         self._ending = float("inf")  # when the others have had their time after a failure
-        directory = tempfile.mkdtemp(prefix="phalanx-")
+        directory = tempfile.mkdtemp(prefix="phalanx-", dir=within)
         # At exit multiprocessing waits for ranks that nobody has waited for: they must not wait in
         # turn for somebody to take their results. What they need goes after that.
         self._stop_listening = Finalize(self, _close, (self.ranks,), exitpriority=10)
         self._tidy = Finalize(None, shutil.rmtree, (directory, True), exitpriority=-10)
-        brief = _Brief(size, task, environment, group, directory)
-        context = multiprocessing.get_context(start_method)
-        if isinstance(context, ForkServerContext):
-            _start_fork_server(context)
+        self._hush = Finalize(None, relay.close, exitpriority=-5) if relay else None
+        brief = Brief(size, task, environment, group, directory)
+        hire = hire or partial(NewRank, context=starting(start_method), daemon=daemon, relay=relay)
         try:
             with main_as_it_is():
                 for rank in range(size):
-                    self.ranks.append(_Rank(rank, brief, context, daemon))
+                    self.ranks.append(hire(rank, brief))
                     self.running.add(self.ranks[-1])
+            if relay:
+                relay.start()
         except BaseException:
             self.end()
             raise
@@ -162,14 +177,16 @@ class Processes:
         self.end()
 
     def wait(self, timeout: float | None, patient: bool = False) -> bool:
-        """Gather outcomes until all ranks have ended, or for `timeout` seconds.
+        """Gather outcomes until all ranks have ended, or for `timeout` seconds after they began.
 
         Return whether it is over: after a failure the others get a while to end by themselves,
         unless this is `patient`, and if they do not it is over with them still running.
         """
-        limit = float("inf") if timeout is None else time.monotonic() + timeout
+        self._limit = float("inf")
         while self.running:
-            left = min(limit, self._ending) - time.monotonic()
+            if timeout is not None and self._limit == float("inf") and self._have_begun():
+                self._limit = time.monotonic() + timeout
+            left = min(self._limit, self._ending) - time.monotonic()
             events = {rank.outcome: rank for rank in self.running}
             events |= {rank.process.sentinel: rank for rank in self.running}
             ready = wait(events, None if left == float("inf") else max(left, 0))
@@ -179,20 +196,34 @@ class Processes:
                 self._receive(rank, patient)
         return True
 
-    def _receive(self, rank: _Rank, patient: bool) -> None:
+    def _have_begun(self) -> bool:
+        return all(rank.has_begun for rank in self.running)
+
+    def _receive(self, rank: Rank, patient: bool) -> None:
+        before = time.monotonic()
         outcome = rank.receive()
+        if outcome is UNDECIDED:  # it has said something, which may have taken its time
+            spent = time.monotonic() - before
+            self._limit += spent
+            self._ending += spent
+            return
         self.running.remove(rank)
         if not isinstance(outcome, Failure):
             self.results[rank.rank] = outcome
             return
         _log.info("rank %d failed: %s", rank.rank, outcome)
         self.failures.append(outcome)
-        if not patient:
+        if not patient and not outcome.is_wanted:
             self._ending = min(self._ending, outcome.when + GRACE)
+
+    def see_through(self, deadline: float | None, patient: bool) -> None:
+        """Gather outcomes until it is over; what runs after `deadline` seconds has failed."""
+        self.wait(deadline, patient)
+        self.give_up(deadline or 0, patient)
 
     def give_up(self, after: float, patient: bool = False) -> None:
         """Count ranks that still run after so many seconds as failed, if nobody else has."""
-        if self.running and (patient or not self.failures):
+        if self.running and (patient or all(each.is_wanted for each in self.failures)):
             stacks = {rank.rank: rank.where() for rank in self.running}
             self.failures += overdue(stacks, len(self.ranks), after)
 
@@ -209,13 +240,23 @@ class Processes:
         try:
             _join(left, patience)
             for rank in left:
-                rank.process.terminate()
+                rank.terminate()
             _join(left, _ASKED)
         finally:  # at once if this is interrupted
             for rank in left:
                 rank.close()
             self._stop_listening()
             self._tidy()
+            if self._hush:
+                self._hush()
+
+
+def starting(start_method: str) -> Any:
+    """Return the multiprocessing context that starts processes so."""
+    context = multiprocessing.get_context(start_method)
+    if isinstance(context, ForkServerContext):
+        _start_fork_server(context)
+    return context
 
 
 def _start_fork_server(context: ForkServerContext) -> None:
@@ -223,7 +264,9 @@ def _start_fork_server(context: ForkServerContext) -> None:
 
     That is both fast and safe. A Ctrl-C that comes while it imports is for this process alone.
     """
-    context.set_forkserver_preload(["torch", __name__, "phalanx.launch.unblocking"])
+    # Ranks of tests need pytest as well.
+    known = [name for name in ("pytest",) if name in sys.modules]
+    context.set_forkserver_preload(["torch", *known, __name__, "phalanx.launch.unblocking"])
     resource_tracker.ensure_running()  # which would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -232,39 +275,55 @@ def _start_fork_server(context: ForkServerContext) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _join(ranks: list[_Rank], seconds: float) -> None:
+def _join(ranks: list[Rank], seconds: float) -> None:
     limit = time.monotonic() + seconds
     for rank in ranks:
-        rank.process.join(max(limit - time.monotonic(), 0))
+        rank.join(max(limit - time.monotonic(), 0))
 
 
-def _close(ranks: list[_Rank]) -> None:
+def _close(ranks: list[Rank]) -> None:
     for rank in ranks:
-        rank.outcome.close()
+        rank.hang_up()
 
 
-class _Rank:
-    """One rank's process, seen from its launcher."""
+class _Undecided(enum.Enum):
+    UNDECIDED = "it has neither returned nor failed yet"
 
-    def __init__(self, rank: int, brief: _Brief, context: Any, daemon: bool | None) -> None:
+
+UNDECIDED = _Undecided.UNDECIDED
+
+
+class Rank:
+    """The process of one rank, seen from its launcher."""
+
+    has_begun = True  # as a new process counts as soon as it is started
+
+    def __init__(self, rank: int, brief: Brief, process: BaseProcess, outcome: Any) -> None:
         self.rank = rank
         self.stacks = Path(brief.directory, f"stacks{rank}")
-        self.outcome, sender = context.Pipe(duplex=False)
-        self.process: BaseProcess = context.Process(
-            target=_main, args=(rank, brief, sender), name=f"rank{rank}", daemon=daemon
-        )
-        self.process.start()
-        sender.close()
-        self.pid = self.process.pid or 0
+        self.outcome = outcome
+        self.process = process
+        self.pid = process.pid or 0
         self.closed = False
-        _log.info("started rank %d of %d as pid %d", rank, brief.size, self.pid)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the process to end by itself."""
+        self.process.join(seconds)
+
+    def terminate(self) -> None:
+        """Ask the process to end."""
+        self.process.terminate()
+
+    def hang_up(self) -> None:
+        """Listen no more."""
+        self.outcome.close()
 
     def receive(self) -> Any:
         """Return the result of the rank or its Failure, once there is one or the process ended."""
         try:
             if self.outcome.poll():
-                return self._unpacked(self.outcome.recv_bytes())
-        except EOFError:
+                return self.take(self.outcome.recv_bytes())
+        except (EOFError, ConnectionResetError):
             pass
         self.process.join()
         code = self.process.exitcode or 0
@@ -279,7 +338,8 @@ class _Rank:
             error = DistError(f"rank {self.rank} exited with code {code} before its function ended")
         return Failure(self.rank, error, from_outside=True)
 
-    def _unpacked(self, outcome: bytes) -> Any:
+    def take(self, outcome: bytes) -> Any:
+        """Unpack what the rank has sent."""
         try:
             return pickle.loads(outcome)
         except Exception as error:
@@ -291,44 +351,103 @@ class _Rank:
 
     def where(self) -> str:
         """Return the stacks of the threads of the process."""
-        os.kill(self.pid, _DUMP_STACKS)
+        if not self.stacks.exists():  # nor does it know the signal yet
+            return "  (it has not begun yet)"
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, _DUMP_STACKS)
         text, limit = "", time.monotonic() + 1
         # It is all there when it stops growing.
         while time.monotonic() < limit and (not text or text != self.stacks.read_text()):
             text = self.stacks.read_text()
             time.sleep(0.02)
-        return text or "  (it did not answer)"
+        return _of_program(text) or "  (it did not answer)"
 
     def close(self) -> None:
         """Kill the process if it still runs, with what it has started."""
         self.closed = True
-        if self.process.is_alive():
-            started = descendants(self.pid)
-            self.process.kill()
-            for pid in started:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        self.process.join()
-        self.process.close()
+        kill(self.process)
 
 
-def _main(rank: int, brief: _Brief, sender: Connection) -> None:
+# The frame that calls the function of a rank, in what faulthandler writes.
+_CALLER = re.compile(
+    r'/phalanx/(launch/processes\.py", line \d+ in _outcome'
+    r'|testing/plugin/rank_process\.py", line \d+ in do)$'
+)
+
+
+def _of_program(stacks: str) -> str:
+    """Leave out of the stacks of a rank's threads what is about running it."""
+    kept = []
+    for stack in stacks.split("\n\n"):
+        lines = stack.splitlines()
+        outer = next((i for i, line in enumerate(lines) if _CALLER.search(line)), len(lines))
+        if not any(line.endswith(" in _end_with_launcher") for line in lines):
+            kept.append("\n".join(lines[:outer]))
+    return "\n\n".join(kept)
+
+
+def kill(process: BaseProcess) -> None:
+    """Kill a process if it still runs, with what it has started, and forget it."""
+    if process.is_alive():
+        started = descendants(process.pid or 0)
+        process.kill()
+        for pid in started:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    process.join()
+    process.close()
+
+
+class NewRank(Rank):
+    """A rank whose process lives as long as its function."""
+
+    def __init__(
+        self, rank: int, brief: Brief, context: Any, daemon: bool | None, relay: Relay | None
+    ) -> None:
+        outcome, sender = context.Pipe(duplex=False)
+        mouth = relay.mouth(rank, context) if relay else None
+        process = context.Process(
+            target=_main, args=(rank, brief, sender, mouth), name=f"rank{rank}", daemon=daemon
+        )
+        process.start()
+        sender.close()
+        if mouth:
+            mouth.close()
+        super().__init__(rank, brief, process, outcome)
+        _log.info("started rank %d of %d as pid %d", rank, brief.size, self.pid)
+
+
+def _main(rank: int, brief: Brief, sender: Connection, mouth: Mouth | None) -> None:
     """Be one rank: the whole life of its process."""
-    watch = threading.Thread(target=_end_with_launcher, args=(brief.directory,), daemon=True)
-    bystanders.mark(watch).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    if mouth:
+        mouth.open()
+    begin(brief.directory)
     if not os.path.isdir(brief.directory):  # the launcher was interrupted and has given up
         return
+    outcomes.last_word = lambda failure: sender.send_bytes(packed(failure))
+    outcome = live(rank, brief)
+    with suppress(BrokenPipeError):  # nobody waits for it
+        sender.send_bytes(outcome)
+    sender.close()
+
+
+def begin(directory: str) -> None:
+    """Begin the life of a process that ends with its launcher, as does that directory."""
+    watch = threading.Thread(target=_end_with_launcher, args=(directory,), daemon=True)
+    bystanders.mark(watch).start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def live(rank: int, brief: Brief, loaded: Callable[[], None] = lambda: None) -> bytes:
+    """Do what one rank has to, and return the outcome, packed; call `loaded` just before."""
     os.environ.clear()
     os.environ.update(brief.environment, **Job.rank_variables(rank))
     _heed_environment()
     with open(Path(brief.directory, f"stacks{rank}"), "w") as stacks:
         faulthandler.register(_DUMP_STACKS, file=stacks, all_threads=True)
-        outcome = _outcome(rank, brief)
+        outcome = _outcome(rank, brief, loaded)
         faulthandler.unregister(_DUMP_STACKS)
-    with suppress(BrokenPipeError):  # nobody waits for it
-        sender.send_bytes(outcome)
-    sender.close()
+    return outcome
 
 
 def _heed_environment() -> None:
@@ -340,9 +459,11 @@ def _heed_environment() -> None:
         register()
 
 
-def _outcome(rank: int, brief: _Brief) -> bytes:
+def _outcome(rank: int, brief: Brief, loaded: Callable[[], None]) -> bytes:
     try:
-        fn, args, kwargs = pickle.loads(brief.task)
+        fn, args, kwargs, cells = pickle.loads(brief.task)
+        notebook.know(cells)
+        loaded()
         if brief.group is None:
             args = (rank, *args)
         else:
@@ -352,12 +473,13 @@ def _outcome(rank: int, brief: _Brief) -> bytes:
             world.destroy_process_group()
         return _packed_result(result)
     except BaseException as error:
+        outcomes.add_remarks(world.current(), error)
         failure = Failure(rank, as_error(error), story(error))
         world.current_slot().fail(reason(failure))
-        return _packed(failure)
+        return packed(failure)
 
 
-def _init(rank: int, brief: _Brief, group: Group) -> None:
+def _init(rank: int, brief: Brief, group: Group) -> None:
     store = FileStore(str(Path(brief.directory, "store")), brief.size)
     world.init_process_group(
         group.backend, store=store, rank=rank, world_size=brief.size, timeout=group.timeout
@@ -374,7 +496,7 @@ def _packed_result(result: object) -> bytes:
         ) from None
 
 
-def _packed(failure: Failure) -> bytes:
+def packed(failure: Failure) -> bytes:
     """Pack a failure; an error that cannot be moved between processes travels as text."""
     try:
         data = pack(failure)

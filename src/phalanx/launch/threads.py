@@ -8,23 +8,35 @@ import queue
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 
 from phalanx import bystanders, logs, random, world
-from phalanx.debug import watch
-from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle
+from phalanx.debug import in_flight, watch
+from phalanx.launch import identity, notebook, voices, warned
+from phalanx.launch.identity import here
+from phalanx.launch.outcomes import (
+    GRACE,
+    Failure,
+    add_remarks,
+    as_error,
+    overdue,
+    reason,
+    settle,
+    stack_of_program,
+)
 from phalanx.stores import HashStore
 
 T = TypeVar("T")
 
 _log = logs.area("launch")
+
+_FOR_EVER = 1e8  # seconds
 
 
 def run_threads(
@@ -34,8 +46,9 @@ def run_threads(
     backend: str = "phalanx",
     timeout: float | timedelta | None = None,
     deadline: float | None = None,
-    rng: bool = True,
+    rng: random.Choice = True,
     return_exceptions: bool = False,
+    label: bool | None = None,
     **kwargs: object,
 ) -> list[T]:
     """Run `fn(*args, **kwargs)` on `size` ranks, each a thread, and return what each returned.
@@ -43,7 +56,9 @@ def run_threads(
     Every rank has a world of its own, initialised before `fn` and destroyed after it: `get_rank()`
     tells them apart, also in threads they start, in tasks they give to a ThreadPoolExecutor and in
     autograd hooks. Unless `rng` is False each also has its own torch random stream, which starts
-    where the caller's stands (see `phalanx.random`). Arguments and results are shared, not copied.
+    where the caller's stands; with "all" also streams of Python's `random` and of NumPy's global
+    functions (for what cannot be caught see `phalanx.random.libraries`). Arguments and results are
+    shared, not copied.
 
     `backend` and `timeout` are the default group's; `deadline` is how many seconds the whole run
     may take. The first real failure is raised, labelled with its rank; its peers raise PeerFailed
@@ -51,27 +66,78 @@ def run_threads(
     call is interrupted, get an exception at their next Python instruction. With `return_exceptions`
     failures are returned in their rank's place.
 
+    With `label` every line that a rank prints begins with "[rank 2]"; unless you say, that is so in
+    a notebook.
+
     Torch's intra-op threads are counted per rank: `torch.set_num_threads(1)` suits many ranks.
     """
+    __tracebackhide__ = True
     if size < 1:
         raise ValueError(f"run_threads needs a size of at least 1, got {size}")
     store = HashStore()
 
     def live(rank: int) -> T:
+        __tracebackhide__ = True
         world.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         result = fn(*args, **kwargs)
         if world.is_initialized():
             world.destroy_process_group()
         return result
 
-    with _ranks_are_known(), watch.listening():
-        threads = _Threads(live, [_Rank(rank, rng) for rank in range(size)])
+    return run_as_ranks(live, size, rng, deadline, return_exceptions, label=label)
+
+
+def run_as_ranks(
+    live: Callable[[int], T],
+    size: int,
+    rng: random.Choice,
+    deadline: float | None,
+    return_exceptions: bool,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    label: bool | None = None,
+) -> list[T]:
+    """Run `live(rank)` on threads that are ranks, with no world yet; otherwise as `run_threads`.
+
+    Every thread of a rank, also those that it starts, runs inside a context that `around` makes.
+    """
+    __tracebackhide__ = True
+    labelled = voices.labelled() if notebook.labelling(label) else nullcontext()
+    with _ranks_are_known(), random.told_apart(rng), watch.listening(), labelled:
+        limit = _Limit()
+        threads = _Threads(live, [_Rank(rank, rng, limit) for rank in range(size)], limit)
+        for rank in threads.ranks:
+            rank.around = around
         threads.run(deadline, return_exceptions)
     return settle(threads.results, threads.failures, return_exceptions)
 
 
+def lift_limits() -> None:
+    """Let the calling thread's world, and those around it, take any time: somebody looks into it.
+
+    The timeouts of their groups are lifted too, for operations that begin from now on.
+    """
+    for rank in identity.ancestry(here.rank):
+        cast(_Rank, rank).limit.lift()
+
+
 class _Stop(BaseException):
     """Raised in a rank thread from outside, to end it."""
+
+
+class Scheduler(Protocol):
+    """Who decides when the threads of ranks run."""
+
+    def expect(self, rank: int, thread: threading.Thread | None) -> Any:
+        """Return a task for a thread, or for a call that a pool makes, that is about to start."""
+
+    def started(self, task: Any) -> None:
+        """Go on, or first let the thread that the calling one has started."""
+
+    def begin(self, task: Any) -> None:
+        """Be the task: return when it is its turn."""
+
+    def end(self, task: Any) -> None:
+        """Let others run: the task is over."""
 
 
 class _Slot(world.Slot):
@@ -99,13 +165,53 @@ class _Slot(world.Slot):
             home.shared["roster"].count_threads(home.rank, by)
 
 
-class _Rank:
-    """Who a thread is: the rank's world and random stream."""
+class _Limit:
+    """Until when the ranks of one world may run."""
 
-    def __init__(self, rank: int, rng: bool) -> None:
+    def __init__(self) -> None:
+        self._when = float("inf")
+        self._is_lifted = False
+        self._slots: list[_Slot] = []
+
+    @property
+    def left(self) -> float:
+        """The seconds that are left."""
+        return float("inf") if self._is_lifted else self._when - time.monotonic()
+
+    def add(self, slot: _Slot) -> _Slot:
+        """Know the slot of one of the ranks, and return it."""
+        self._slots.append(slot)
+        return slot
+
+    def bring_forward(self, seconds: float) -> None:
+        """Let the ranks run for so long from now on, or less if that was said before."""
+        self._when = min(self._when, time.monotonic() + seconds)
+
+    def lift(self) -> None:
+        """Let the ranks run for ever, and wait for each other for ever."""
+        self._is_lifted = True
+        for slot in self._slots:
+            for group in [] if slot.world is None else list(slot.world.groups.values()):
+                group.set_timeout(_FOR_EVER)
+
+    def restore(self, seconds: float) -> None:
+        """Let the ranks run for so long from now on, whatever was said before."""
+        self._is_lifted = False
+        self._when = time.monotonic() + seconds
+
+
+class _Rank:
+    """Who a thread is: the rank's world and random streams."""
+
+    around: Callable[[], AbstractContextManager[None]] = nullcontext  # of each of its threads
+
+    def __init__(self, rank: int, rng: random.Choice, limit: _Limit) -> None:
         self.rank = rank
-        self.slot = _Slot()
-        self.stream = random.Stream() if rng else None
+        self.outer = here.rank
+        self.limit = limit
+        self.slot = limit.add(_Slot())
+        self.streams = random.Streams(rng)
+        self.scheduler: Scheduler | None = None
 
     def count_thread(self, by: int) -> None:
         """Count a thread more or less that may act for this rank, in this world and later ones."""
@@ -120,34 +226,35 @@ class _Rank:
     @contextmanager
     def identity(self) -> Iterator[None]:
         """Make the calling thread one of this rank."""
-        outer = getattr(_here, "rank", None)
+        outer = here.rank
         with ExitStack() as stack:
             stack.enter_context(world.bind(self.slot))
-            if self.stream is not None:
-                stack.enter_context(random.draw_from(self.stream))
-            _here.rank = self
+            stack.enter_context(self.streams.drawn_from())
+            stack.enter_context(self.around())
+            in_flight.follow()
+            here.rank = self
             try:
                 yield
             finally:
-                _here.rank = outer
+                here.rank = outer
 
 
 class _Threads:
     """The rank threads of one world while they run."""
 
-    def __init__(self, live: Callable[[int], Any], ranks: list[_Rank]) -> None:
+    def __init__(self, live: Callable[[int], Any], ranks: list[_Rank], limit: _Limit) -> None:
         self.live = live
         self.ranks = ranks
         self.results: list[Any] = [None] * len(ranks)
         self.failures: list[Failure] = []
         self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.running: dict[int, threading.Thread] = {}
-        self.limit = float("inf")
+        self.limit = limit
 
     def run(self, deadline: float | None, patient: bool) -> None:
         """Start the threads and wait for all; not for long after a failure unless `patient`."""
         if deadline is not None:
-            self.limit = time.monotonic() + deadline
+            self.limit.bring_forward(deadline)
         try:
             for rank in self.ranks:
                 # A daemon: a rank that cannot be stopped must not keep the interpreter alive.
@@ -159,7 +266,7 @@ class _Threads:
                     thread.start()
             _log.info("started %d ranks as threads of pid %d", len(self.ranks), os.getpid())
             self._wait()
-            if self.running and (patient or not self.failures):
+            if self.running and (patient or all(each.is_wanted for each in self.failures)):
                 self.failures += overdue(self._stacks(), len(self.ranks), deadline or 0)
         finally:
             self._stop()
@@ -168,35 +275,34 @@ class _Threads:
                     rank.close()
 
     def _main(self, rank: _Rank, patient: bool) -> None:
+        __tracebackhide__ = True
         try:
             with rank.identity():
                 self.results[rank.rank] = self.live(rank.rank)
         except _Stop:
             pass
         except BaseException as error:
-            failure = Failure(rank.rank, as_error(error))
+            failure = Failure(rank.rank, add_remarks(rank.slot.world, as_error(error)))
             _log.info("rank %d failed: %s", rank.rank, failure)
             self.failures.append(failure)
-            if not patient:
-                self.limit = min(self.limit, failure.when + GRACE)
+            if not patient and not failure.is_wanted:
+                self.limit.bring_forward(GRACE)
             rank.slot.fail(reason(failure))
         finally:
             self.ended.put(rank.rank)
 
     def _wait(self) -> None:
         """Wait until all ranks have ended or the limit, which a failure may move, has passed."""
-        while self.running and (left := self.limit - time.monotonic()) > 0:
-            try:
-                # A rank that brings the limit closer ends at once, and so wakes this.
+        while self.running and (left := self.limit.left) > 0:
+            # A rank that brings the limit closer ends at once, and so wakes this.
+            with suppress(queue.Empty):
                 rank = self.ended.get(timeout=None if left == float("inf") else left)
-            except queue.Empty:
-                return
-            self.running.pop(rank).join()
+                self.running.pop(rank).join()
 
     def _stacks(self) -> dict[int, str]:
         frames = sys._current_frames()
         return {
-            rank: "".join(traceback.format_stack(frames.get(thread.ident or 0)))
+            rank: stack_of_program(frames.get(thread.ident or 0))
             for rank, thread in self.running.items()
         }
 
@@ -208,22 +314,48 @@ class _Threads:
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(thread.ident), ctypes.py_object(_Stop)
                 )
-        self.limit = time.monotonic() + GRACE
+        self.limit.restore(GRACE)
         self._wait()
 
 
-_here = threading.local()  # .rank: the _Rank that the thread belongs to
+def current_rank() -> _Rank | None:
+    """Return who the calling thread is, None if it belongs to no rank that is a thread."""
+    return cast("_Rank | None", here.rank)
 
 
 @contextmanager
 def _nobody() -> Iterator[None]:
     """Have threads started meanwhile belong to no rank."""
-    outer = getattr(_here, "rank", None)
-    _here.rank = None
+    outer = here.rank
+    here.rank = None
     try:
         yield
     finally:
-        _here.rank = outer
+        here.rank = outer
+
+
+class _Guest:
+    """A thread, or a task of a pool, that acts for a rank besides its first thread."""
+
+    def __init__(self, rank: _Rank, thread: threading.Thread | None = None) -> None:
+        self._rank = rank
+        self._scheduler = rank.scheduler
+        rank.count_thread(1)
+        if self._scheduler is not None:
+            self._task = self._scheduler.expect(rank.rank, thread)
+
+    def started(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.started(self._task)
+
+    def begin(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.begin(self._task)
+
+    def end(self) -> None:
+        self._rank.count_thread(-1)
+        if self._scheduler is not None:
+            self._scheduler.end(self._task)
 
 
 _start = threading.Thread.start
@@ -232,25 +364,28 @@ _submit = ThreadPoolExecutor.submit
 
 def _start_as_rank(self: threading.Thread) -> None:
     """Start a thread that belongs to the rank of the thread that starts it."""
-    rank: _Rank | None = getattr(_here, "rank", None)
+    rank = cast("_Rank | None", here.rank)
     if rank is not None and not bystanders.includes(self):
         run = self.run
-        rank.count_thread(1)
+        guest = _Guest(rank, self)
 
         def run_as_rank() -> None:
             del self.run
             try:
                 with rank.identity():
+                    guest.begin()
                     run()
             finally:
-                rank.count_thread(-1)
+                guest.end()
 
         self.run = run_as_rank  # type: ignore[method-assign]
         try:
-            _start(self)
+            with _nobody():
+                _start(self)
         except BaseException:
-            rank.count_thread(-1)
+            guest.end()
             raise
+        guest.started()
     else:
         _start(self)
 
@@ -259,22 +394,25 @@ def _submit_as_rank(
     self: ThreadPoolExecutor, fn: Callable[..., T], /, *args: Any, **kwargs: Any
 ) -> Future[T]:
     """Submit a task that belongs to the rank that submits it; a worker may serve several ranks."""
-    rank: _Rank | None = getattr(_here, "rank", None)
+    rank = cast("_Rank | None", here.rank)
     if rank is None:
         return _submit(self, fn, *args, **kwargs)
 
+    guest = _Guest(rank)
+
     def task() -> T:
         with rank.identity():
+            guest.begin()
             return fn(*args, **kwargs)
 
-    rank.count_thread(1)
     try:
         with _nobody():
             future = _submit(self, task)
     except BaseException:
-        rank.count_thread(-1)
+        guest.end()
         raise
-    future.add_done_callback(lambda _: rank.count_thread(-1))
+    future.add_done_callback(lambda _: guest.end())
+    guest.started()
     return future
 
 
@@ -289,18 +427,20 @@ _worlds = 0
 
 @contextmanager
 def _ranks_are_known() -> Iterator[None]:
-    """Have threading and torch.random tell ranks apart while there are thread worlds."""
+    """Have threading, warnings and torch.random tell ranks apart while there are thread worlds."""
     global _worlds
     with _patch_lock:
         _worlds += 1
         if _worlds == 1:
             _swap_patches()
+            warned.begin()
     try:
         yield
     finally:
         with _patch_lock:
             _worlds -= 1
             if _worlds == 0:
+                warned.end()
                 _swap_patches()
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from phalanx.groups import ProcessGroup
+from phalanx.testing.injection import faults
 from phalanx.world import resolve
 
 Kind = Literal["threads", "processes"]
@@ -23,3 +24,5 @@ class WorldHandle:
     def group(self) -> ProcessGroup:
         """The default group."""
         return resolve(None)
+
+    faults = staticmethod(faults)

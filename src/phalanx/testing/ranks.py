@@ -8,6 +8,7 @@ from typing import Literal, TypeVar
 
 from phalanx.launch.processes import run_processes
 from phalanx.launch.threads import run_threads
+from phalanx.random import Choice
 
 T = TypeVar("T")
 
@@ -21,6 +22,7 @@ def run_ranks(
     backend: str = "phalanx",
     group_timeout: float | timedelta | None = None,
     return_exceptions: bool = False,
+    rng: Choice = True,
     **kwargs: object,
 ) -> list[T]:
     """Run `fn(*args, **kwargs)` on `size` ranks and return their results by rank.
@@ -30,7 +32,8 @@ def run_ranks(
     stands. `backend` and `group_timeout` are the default group's. The first real failure is raised,
     labelled with its rank; with `return_exceptions` each failed rank's error takes its result's
     place, and the others may go on. For process ranks `fn` must be defined at the top level of a
-    module.
+    module. `rng` says which random streams thread ranks have of their own, as for `run_threads`;
+    process ranks have all of them.
     """
     launchers: dict[str, Callable[..., list[T]]] = {
         "threads": run_threads,
@@ -38,6 +41,8 @@ def run_ranks(
     }
     if ranks not in launchers:
         raise ValueError(f"unknown kind of ranks {ranks!r} (known: {', '.join(launchers)})")
+    if ranks == "threads":
+        kwargs["rng"] = rng
     return launchers[ranks](
         fn,
         size,

@@ -12,8 +12,10 @@ from typing import TypeVar
 
 from phalanx.errors import DistQueueEmptyError, StoreTimeout
 from phalanx.stores import Store
+from phalanx.testing.rules import broken
 
 T = TypeVar("T")
+Rule = Callable[[Store, Store], None]
 
 # How long a store may take to show one user what another one did.
 _PATIENCE = 30.0
@@ -21,29 +23,24 @@ _SHORT = 0.05
 
 
 def check_store(make: Callable[[], tuple[Store, Store]]) -> None:
-    """Raise AssertionError at the first rule that a store breaks.
+    """Raise AssertionError at the first rule that a store breaks, and name it.
 
     `make` returns two handles onto one store that is empty, and a fresh one at each call.
     """
-    for rule in (
-        _values,
-        _counters,
-        _missing_keys,
-        _waiting,
-        _compare_set,
-        _deletion,
-        _several_keys,
-        _barrier,
-        _bad_arguments,
-        _timeouts,
-        _clones,
-        _many_threads,
-    ):
-        rule(*make())
-    if make()[0].has_extended_api():
-        _append(*make())
-        _queues(*make())
-        _waiting_poppers(*make())
+    for rule in RULES:
+        check_rule(rule, make)
+    extended = EXTENDED_RULES if make()[0].has_extended_api() else [without_extended_api]
+    for rule in extended:
+        check_rule(rule, make)
+
+
+def check_rule(rule: Rule, make: Callable[[], tuple[Store, Store]]) -> None:
+    """Raise AssertionError if a store breaks one rule."""
+    one, two = make()
+    try:
+        rule(one, two)
+    except Exception as error:
+        raise broken(rule, error, type(one).__name__) from error
 
 
 @contextmanager
@@ -69,7 +66,8 @@ def _start(call: Callable[[], T]) -> Future[T]:
     return future
 
 
-def _values(one: Store, two: Store) -> None:
+def values(one: Store, two: Store) -> None:
+    """A value comes back as the bytes that were set last, whatever key and value are."""
     one.set("key", "text")
     assert two.get("key") == b"text"
     _put(two, "key", b"\x00\xff bytes")
@@ -82,12 +80,17 @@ def _values(one: Store, two: Store) -> None:
     assert two.get("large") == large
 
 
-def _counters(one: Store, two: Store) -> None:
+def counters(one: Store, two: Store) -> None:
+    """Counters are decimal numbers; a missing one is 0, and add returns the sum."""
     assert one.add("n", 5) == 5
     assert two.add("n", -7) == -2
     assert one.get("n") == b"-2"
     _put(one, "n", "40")
     assert two.add("n", 2) == 42
+
+
+def no_numbers(one: Store, two: Store) -> None:
+    """Adding to what is no number of 64 bits is a ValueError and changes nothing; empty is 0."""
     _put(one, "n", "")
     assert two.add("n", 0) == 0
     for text in ("abc", "12abc", str(2**70)):
@@ -100,7 +103,8 @@ def _counters(one: Store, two: Store) -> None:
         one.add("n", 1)
 
 
-def _missing_keys(one: Store, two: Store) -> None:
+def missing_keys(one: Store, two: Store) -> None:
+    """check tells whether all keys exist; num_keys and list_keys know every key."""
     before = one.num_keys()
     assert one.check([])
     assert not two.check(["a"])
@@ -113,7 +117,8 @@ def _missing_keys(one: Store, two: Store) -> None:
     assert {"a", "b"} <= set(two.list_keys())
 
 
-def _waiting(one: Store, two: Store) -> None:
+def waiting(one: Store, two: Store) -> None:
+    """get and wait return when their keys are there, and raise StoreTimeout if in vain."""
     one.wait([])
     with _raises(StoreTimeout):
         one.wait(["a"], _SHORT)
@@ -128,9 +133,12 @@ def _waiting(one: Store, two: Store) -> None:
     one.wait(["a", "b"], 0)
 
 
-def _compare_set(one: Store, two: Store) -> None:
+def compare_set(one: Store, two: Store) -> None:
+    """compare_set sets a key only if it holds what was expected, and tells what it holds."""
+    before = one.num_keys()
     assert one.compare_set("c", "old", "new") == b"old"
     assert not two.check(["c"])
+    assert one.num_keys() == before
     assert one.compare_set("c", "", "new") == b"new"
     assert two.get("c") == b"new"
     assert two.compare_set("c", "old", "newer") == b"new"
@@ -138,28 +146,42 @@ def _compare_set(one: Store, two: Store) -> None:
     assert one.get("c") == b"newer"
 
 
-def _deletion(one: Store, two: Store) -> None:
+def deletion(one: Store, two: Store) -> None:
+    """A key that was deleted is as if it had never been, and delete_key tells if it was."""
     before = one.num_keys()
     assert not one.delete_key("d")
     _put(one, "d", "1")
     assert two.delete_key("d")
     assert not one.check(["d"])
     assert one.num_keys() == before
+    assert "d" not in two.list_keys()
+    with _raises(StoreTimeout):
+        one.wait(["d"], _SHORT)
+    assert one.add("d", 3) == 3
+    assert two.delete_key("d")
+    waiting = _start(lambda: one.get("d"))
+    _put(two, "d", "again")
+    assert waiting.result(_PATIENCE) == b"again"
 
 
-def _several_keys(one: Store, two: Store) -> None:
+def several_keys(one: Store, two: Store) -> None:
+    """multi_set and multi_get do for each key what set and get do."""
     one.multi_set([], [])
     assert one.multi_get([]) == []
     one.multi_set(["a", "b"], ["1", b"2"])
     assert two.multi_get(["b", "a", "b"]) == [b"2", b"1", b"2"]
     with _raises(ValueError):
         one.multi_set(["a", "b"], ["1"])
+    waiting = _start(lambda: one.multi_get(["a", "late"]))
+    two.multi_set(["late"], ["3"])
+    assert waiting.result(_PATIENCE) == [b"1", b"3"]
     one.set_timeout(_SHORT)
     with _raises(StoreTimeout):
         one.multi_get(["a", "c"])
 
 
-def _barrier(one: Store, two: Store) -> None:
+def barrier(one: Store, two: Store) -> None:
+    """A barrier lets as many pass as it was told, again and again."""
     one.barrier("alone", 1)
     for _ in range(3):
         other = _start(lambda: one.barrier("both", 2, _PATIENCE))
@@ -171,7 +193,8 @@ def _barrier(one: Store, two: Store) -> None:
         one.barrier("nobody", 0)
 
 
-def _bad_arguments(one: Store, two: Store) -> None:
+def bad_arguments(one: Store, two: Store) -> None:
+    """Arguments of a wrong type are TypeErrors, and nothing happens."""
     for call in (
         lambda: one.set(1, "a"),  # type: ignore[arg-type]
         lambda: one.set("a", 1),  # type: ignore[arg-type]
@@ -184,7 +207,8 @@ def _bad_arguments(one: Store, two: Store) -> None:
     assert not two.check(["a"])
 
 
-def _timeouts(one: Store, two: Store) -> None:
+def timeouts(one: Store, two: Store) -> None:
+    """The timeout of a handle is what it was set to, and bounds its waits."""
     one.set_timeout(timedelta(seconds=7))
     assert one.timeout == timedelta(seconds=7)
     one.set_timeout(_SHORT)
@@ -197,17 +221,20 @@ def _timeouts(one: Store, two: Store) -> None:
     assert one.get("nothing") == b"something"
 
 
-def _clones(one: Store, two: Store) -> None:
+def clones(one: Store, two: Store) -> None:
+    """A clone is another handle onto the same store, with a timeout of its own."""
     one.set_timeout(11)
     twin = one.clone()
     assert type(twin) is type(one)
     assert twin.timeout == timedelta(seconds=11)
     twin.set("a", "1")
     assert two.get("a") == b"1"
+    twin.set_timeout(12)
+    assert one.timeout == timedelta(seconds=11)
 
 
-def _many_threads(one: Store, two: Store) -> None:
-    """A thread that waits must not hold up others, on the same handle or another."""
+def many_threads(one: Store, two: Store) -> None:
+    """A thread that waits does not hold up others, on the same handle or another."""
     threads = 8
     start = threading.Barrier(threads)
 
@@ -225,13 +252,47 @@ def _many_threads(one: Store, two: Store) -> None:
     assert one.add("total", 0) == 10 * threads
 
 
-def _append(one: Store, two: Store) -> None:
+def contention(one: Store, two: Store) -> None:
+    """Of several who compare and set at once, each change is made by one, and none is lost."""
+    threads, rounds = 4, 5
+
+    def increment(index: int) -> None:
+        store = (one, two)[index % 2]
+        for _ in range(rounds):
+            while True:
+                before = store.get("shared")
+                # The number alone would not tell who was first.
+                after = b"%d by %d" % (int(before.split()[0]) + 1, index)
+                if store.compare_set("shared", before, after) == after:
+                    break
+
+    _put(one, "shared", "0")
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(increment, range(threads)))
+    assert two.get("shared").split()[0] == b"%d" % (threads * rounds)
+
+
+def without_extended_api(one: Store, two: Store) -> None:
+    """What a store does not have says so, in its has_extended_api and when it is called."""
+    for call in (
+        lambda: one.append("a", "b"),
+        lambda: one.queue_push("a", "b"),
+        lambda: one.queue_pop("a"),
+        lambda: one.queue_len("a"),
+    ):
+        with _raises(NotImplementedError):
+            call()
+
+
+def append(one: Store, two: Store) -> None:
+    """append adds to the end of a value, or makes it."""
     one.append("a", "x")
     two.append("a", b"y")
     assert one.get("a") == b"xy"
 
 
-def _queues(one: Store, two: Store) -> None:
+def queues(one: Store, two: Store) -> None:
+    """Queues keep their order, live beside the keys, and are gone when they are empty."""
     before = one.num_keys()
     assert one.queue_len("q") == 0
     with _raises(DistQueueEmptyError):
@@ -252,10 +313,44 @@ def _queues(one: Store, two: Store) -> None:
         one.queue_pop("q")
 
 
-def _waiting_poppers(one: Store, two: Store) -> None:
-    """Each value reaches exactly one of those waiting."""
+def waiting_poppers(one: Store, two: Store) -> None:
+    """Each value of a queue reaches exactly one of those waiting."""
     poppers = [_start(partial(store.queue_pop, "q")) for store in (one, two, one)]
     for value in ("1", "2", "3"):
         two.queue_push("q", value)
     assert sorted(popper.result(_PATIENCE) for popper in poppers) == [b"1", b"2", b"3"]
     assert one.queue_len("q") == 0
+
+
+def order_in_queues(one: Store, two: Store) -> None:
+    """What one has pushed comes out in that order, also between what others push."""
+
+    def push(index: int) -> None:
+        for i in range(10):
+            (one, two)[index % 2].queue_push("q", f"{index} {i}")
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(push, range(3)))
+    assert one.queue_len("q") == 30
+    popped = [one.queue_pop("q").decode().split() for _ in range(30)]
+    for index in "012":
+        assert [number for who, number in popped if who == index] == [str(i) for i in range(10)]
+
+
+RULES: list[Rule] = [
+    values,
+    counters,
+    no_numbers,
+    missing_keys,
+    waiting,
+    compare_set,
+    deletion,
+    several_keys,
+    barrier,
+    bad_arguments,
+    timeouts,
+    clones,
+    many_threads,
+    contention,
+]
+EXTENDED_RULES: list[Rule] = [append, queues, order_in_queues, waiting_poppers]

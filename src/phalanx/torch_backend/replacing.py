@@ -42,17 +42,31 @@ def _new_group(theirs: Callable[..., Any], bound: inspect.BoundArguments) -> Any
     _check(asked, names)
     told = ",".join(f"{device}:{name}" for device, name in names.items())
     # The CPU comes first: torch makes no other engines once it has a group in Python.
-    asked["backend"] = f"cpu:{NAME}" + "".join(
+    config = f"cpu:{NAME}" + "".join(
         f",{device}:{name}" for device, name in names.items() if device != "cpu"
     )
-    group, store = theirs(*bound.args, **bound.kwargs)
+    group, store = make(theirs, bound, config, told)
     if group in state._world.pg_map:  # it is not where this rank is no member
-        group.known_as = _GLOO
-        state._world.pg_map[group] = (backend, store)
-        state._world.pg_backend_config[group] = told
         ranks = asked["global_ranks_in_group"]  # none for the default group
         if (ranks[group.rank()] if ranks else group.rank()) == 0:
             _announce()
+    return group, store
+
+
+def make(
+    theirs: Callable[..., Any], bound: inspect.BoundArguments, config: str, told: str
+) -> tuple[Any, Any]:
+    """Make a group served as `config` says, by device, and known as it was asked for.
+
+    `told` is which backend serves which device, as the program is to hear it.
+    """
+    backend = bound.arguments["backend"]
+    bound.arguments["backend"] = config
+    group, store = theirs(*bound.args, **bound.kwargs)
+    if group in state._world.pg_map:
+        group.known_as = dict(pair.split(":") for pair in told.split(",")).get("cpu", NAME)
+        state._world.pg_map[group] = (backend, store)
+        state._world.pg_backend_config[group] = told
     return group, store
 
 

@@ -36,6 +36,8 @@ class TorchStore(Store):
         return int(self._store.add(key, amount))
 
     def check(self, keys: Sequence[str]) -> bool:
+        if isinstance(keys, str):
+            raise TypeError("store: keys must be a list, not str")
         return bool(self._store.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
@@ -66,7 +68,9 @@ class TorchStore(Store):
         return list(self._store.list_keys())
 
     def clone(self) -> Store:
-        return TorchStore(self._store.clone())
+        twin = TorchStore(self._store.clone())
+        twin.set_timeout(self.timeout)
+        return twin
 
     def tidy(self) -> None:
         """Delete the keys that this handle has set.

@@ -1,0 +1,115 @@
+"""The rules for how groups end: each needs a group of its own, which is closed afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from phalanx.backends.base import GroupBackend
+from phalanx.errors import DistBackendError, DistTimeout
+from phalanx.testing.backend_kit.inputs import Rule, started
+from phalanx.types import ReduceOp
+
+_REASON = "rank 0 has had enough"
+_GO_ON = 51  # the tag of a message that lets a rank go on
+_PATIENCE = 60.0
+_SHORT = 0.05
+
+
+def late_collectives(backend: GroupBackend) -> None:
+    """A collective to which not all come raises DistTimeout on who waits, in time."""
+    if backend.rank == 0:
+        error = _raised(
+            lambda: backend.all_reduce(torch.ones(3), ReduceOp.SUM, timeout=_SHORT),
+            "an all_reduce of one rank alone",
+        )
+        assert isinstance(error, DistTimeout), f"it raised {type(error).__name__}"
+    _after_rank_0(backend)
+
+
+def missing_ranks(backend: GroupBackend) -> None:
+    """A monitored barrier to which one does not come raises, and rank 0 is told its name."""
+    missing = backend.size - 1
+    if backend.rank != missing:
+        limit = 5 * _SHORT if backend.rank == 0 else _PATIENCE
+        error = _raised(
+            lambda: backend.monitored_barrier(timeout=limit, wait_all_ranks=True),
+            "a monitored barrier that one rank does not come to",
+        )
+        if backend.rank == 0:  # another may be told that it came too late itself
+            assert isinstance(error, DistTimeout), f"rank 0 raised {type(error).__name__}"
+            assert str(missing) in str(error), f"rank {missing} is not named in: {error}"
+    _after_rank_0(backend)
+
+
+def closing(backend: GroupBackend) -> None:
+    """Closing makes works that are pending fail, and calls that come later raise."""
+    peer = (backend.rank + 1) % backend.size
+    work = started(backend.recv(torch.empty(1), peer, 52, async_op=True))
+    backend.close()
+    _must_fail(lambda: work.wait(_PATIENCE), "a receive that was pending when its group was closed")
+    assert work.is_completed(), "a work that has failed is completed"
+    assert work.exception() is not None, "a work that has failed has an exception"
+    assert not work.is_success(), "a work that has failed is no success"
+    _must_fail(lambda: backend.send(torch.ones(1), peer, 53), "a send on a closed group")
+    backend.close()  # twice is fine
+
+
+def aborting(backend: GroupBackend) -> None:
+    """An abort wakes all who wait, here and on other ranks, with its reason."""
+    _give_up(backend, lambda: backend.abort(_REASON))
+
+
+def failing(backend: GroupBackend) -> None:
+    """The failure of a rank reaches all who wait for it, with its reason."""
+    _give_up(backend, lambda: backend.fail(_REASON))
+
+
+def _give_up(backend: GroupBackend, end: Callable[[], None]) -> None:
+    if backend.rank == 0:
+        # By then all have a work, and wait for another message or are about to.
+        for peer in range(1, backend.size):
+            backend.recv(torch.empty(1), peer)
+        end()
+        return
+    work = started(backend.recv(torch.empty(1), 0, 54, async_op=True))
+    with suppress(DistBackendError):  # the end may be here before this has returned
+        backend.send(torch.ones(1), 0)
+    for what, call in (
+        ("a receive", lambda: backend.recv(torch.empty(1), 0, 9, timeout=_PATIENCE)),
+        ("a work", lambda: work.wait(_PATIENCE)),
+        ("a later call", lambda: backend.all_reduce(torch.ones(1), ReduceOp.SUM)),
+    ):
+        error = _must_fail(call, what)
+        assert "had enough" in str(error), f"{what} is not told the reason, but: {error}"
+
+
+def _must_fail(call: Callable[[], Any], what: str) -> DistBackendError:
+    """Return the error of a call that must neither return nor run out of time."""
+    error = _raised(call, what)
+    assert not isinstance(error, DistTimeout), f"{what} was not woken: {error}"
+    return error
+
+
+def _raised(call: Callable[[], Any], what: str) -> DistBackendError:
+    try:
+        call()
+    except DistBackendError as error:
+        return error
+    raise AssertionError(f"{what} returned")
+
+
+def _after_rank_0(backend: GroupBackend) -> None:
+    """Wait, without a collective, until rank 0 is here."""
+    if backend.rank == 0:
+        for peer in range(1, backend.size):
+            backend.send(torch.ones(1), peer, _GO_ON)
+    else:
+        backend.recv(torch.empty(1), 0, _GO_ON)
+
+
+# The last one is for ever: on a backend of a whole world the rank counts as failed from then on.
+RULES: list[Rule] = [late_collectives, missing_ranks, closing, aborting, failing]

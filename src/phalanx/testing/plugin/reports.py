@@ -1,0 +1,86 @@
+"""How the failure of a world is told in pytest's report."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from phalanx.launch.outcomes import Failure
+
+# What says how a test is to be counted, and not that it failed.
+_WISHES = (pytest.skip.Exception, pytest.xfail.Exception)
+# What ends the whole run of pytest.
+_ENDS = (pytest.exit.Exception, KeyboardInterrupt)
+
+# What may be raised about a test without having passed through its body.
+_FROM_OUTSIDE = (RuntimeError, ValueError, Warning, pytest.fail.Exception)
+
+_WHO = re.compile(r"^raised by (ranks? .+ of \d+)$", re.MULTILINE)
+
+
+def choose(error: BaseException, failures: Sequence[Failure], size: int) -> BaseException:
+    """Return what to report: `error`, the first of the failures, unless another counts more."""
+    from phalanx.launch.outcomes import first_real
+
+    for failure in failures:
+        if isinstance(failure.error, _ENDS):
+            return failure.error
+    if isinstance(error.__cause__, SystemExit):  # pytest itself knows how to tell of an exit
+        error.__cause__.__notes__ = getattr(error, "__notes__", [])
+        return error.__cause__
+    if isinstance(error, _WISHES):
+        real = [each for each in failures if not (each.is_echo or isinstance(each.error, _WISHES))]
+        if real:
+            return first_real(real, size)
+        vars(error).pop("__notes__", None)  # their reason is shown on one line
+    return error
+
+
+def begin_in_program(error: BaseException) -> BaseException:
+    """Leave frames of this package out of an error's traceback, unless they may explain it.
+
+    What the package itself diagnoses is about the program that called it.
+    """
+    from phalanx.errors import DistError
+    from phalanx.launch.outcomes import is_ours
+
+    frames = []
+    entry = error.__traceback__
+    while entry is not None:
+        frames.append(entry)
+        entry = entry.tb_next
+    program = [each for each in frames if not is_ours(each.tb_frame.f_code.co_filename)]
+    if not program:
+        return error
+    if isinstance(error, DistError):
+        program[-1].tb_next = None
+    return error.with_traceback(program[0])
+
+
+def _labels(error: BaseException | None) -> Iterator[str]:
+    """Yield what may say whose error it is: notes, or a cause where Python has no notes."""
+    while error is not None:
+        yield from getattr(error, "__notes__", [])
+        if sys.version_info < (3, 11):
+            yield str(error)
+        error = error.__cause__ or error.__context__
+
+
+def shape(report: pytest.TestReport, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+    """Put the rank into the short summary; leave out frames if none is of the test."""
+    if report.outcome != "failed":
+        return
+    path = str(report.fspath)
+    if isinstance(excinfo.value, _FROM_OUTSIDE) and not any(
+        str(entry.path).endswith(path) for entry in excinfo.traceback
+    ):
+        report.longrepr = excinfo.getrepr(style="value")
+    crash = getattr(report.longrepr, "reprcrash", None)
+    who = _WHO.search("\n".join(_labels(excinfo.value)))
+    if crash is not None and who:
+        crash.message = f"{who[1]}: {crash.message}"
