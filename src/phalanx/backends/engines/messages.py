@@ -91,7 +91,7 @@ class MessageEngine(Collectives):
         label: bytes,
         what: Callable[[], str],
     ) -> Work:
-        failure = self._mailbox.broken or self._mailbox.gone.get(dst)
+        failure = self._mailbox.obstacle(tag) or self._mailbox.gone.get(dst)
         if failure is not None:
             raise failure.kind(f"{what()}: {failure.text}")
         num_bytes = tensor.nbytes
@@ -117,7 +117,8 @@ class MessageEngine(Collectives):
     ) -> Pending:
         """Send a message in two parts: its frame, and the bytes when they are asked for."""
         limit = self.timeout if timeout is None else timeout
-        work = Pending(what, tensor, limit, self._wire.stall, self._send_expired)
+        expired = self._step_expired if tag == COLLECTIVE else self._send_expired
+        work = Pending(what, tensor, limit, self._wire.stall, expired)
         data = frames.as_bytes(tensor)
         self._offers.add(work)
 
@@ -226,6 +227,10 @@ class MessageEngine(Collectives):
         if not self._wire.stall(receipt.done, _GRACE):
             self._give_up(receipt, limit, "which had begun to come")
 
+    def _step_expired(self, work: Pending, limit: float) -> None:
+        # There are no collectives after this one, so that nobody will get half of a message.
+        raise DistTimeout(f"{work.title()}: what is sent was not taken within {limit:g} s")
+
     def _send_expired(self, work: Pending, limit: float) -> None:
         self._give_up(work, limit, "which was not taken")
 
@@ -268,7 +273,7 @@ class MessageEngine(Collectives):
             self._sent(tensor, peer, COLLECTIVE, left, label, title(peer)) for tensor, peer in gives
         ]
         for work in works:
-            work.wait(deadline.left())
+            work.wait()
 
     call: Call | None = None  # the collective that runs, one at a time
 
@@ -300,6 +305,9 @@ class MessageEngine(Collectives):
             self._mailbox.lose(source, failure)
         elif frame.kind == frames.FAILED:
             self._mailbox.lose(source, Failure(PeerFailed, f"rank {rank} {reason}", True))
+        elif frame.kind == frames.OUT_OF_STEP:
+            kind = getattr(errors, frame.label.decode())
+            self._mailbox.end_collectives(Failure(kind, f"rank {rank} is out of step: {reason}"))
         else:
             kind = getattr(errors, frame.label.decode())
             self._break_off(Failure(kind, f"rank {rank} has ended the group: {reason}"))
@@ -326,6 +334,14 @@ class MessageEngine(Collectives):
             return
         self._break_off(Failure(kind, f"the group was ended: {reason}"))
         self._tell(frames.ABORTED, reason, kind.__name__.encode())
+
+    def end_collectives(self, reason: str, kind: type[DistBackendError] = DistBackendError) -> None:
+        """Make all who are in a collective of this group raise, and who comes to one later."""
+        if self._closed or self._mailbox.obstacle(COLLECTIVE) is not None:
+            return
+        text = f"the group has no collectives any more: {reason}"
+        self._mailbox.end_collectives(Failure(kind, text))
+        self._tell(frames.OUT_OF_STEP, reason, kind.__name__.encode())
 
     def fail(self, reason: str) -> None:
         if not self._closed:
