@@ -217,11 +217,19 @@ class Mailbox:
         for receipt in lost:
             receipt.give_up(failure)
 
+    def reason(self, peer: int, tag: int) -> Failure | None:
+        """Return what is known to keep a message of a peer from coming."""
+        with self._lock:
+            return self.obstacle(tag) or self._failed(tag) or self.gone.get(peer)
+
+    def _failed(self, tag: int) -> Failure | None:
+        """Return the failure of a rank, whichever, that no collective can be without."""
+        failures = self.gone.values() if tag == COLLECTIVE else ()
+        return next((failure for failure in failures if failure.ends_collectives), None)
+
     def _hopeless(self, receipt: Receipt) -> Failure | None:
-        if receipt.tag == COLLECTIVE:
-            for failure in self.gone.values():
-                if failure.ends_collectives:
-                    return failure
+        if failed := self._failed(receipt.tag):
+            return failed
         if receipt.source is not None:
             return self.gone.get(receipt.source)
         if self._others and self._others <= self.gone.keys():

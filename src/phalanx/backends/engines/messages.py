@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from phalanx.work import CompletedWork, Work
 
 # A message that has begun to come may take this much longer than its receiver wanted to wait.
 _GRACE = 5.0
+_LOOKS, _LOOK = 50, 0.01  # for the cause of a broken connection: how many, seconds in between
 
 Accept = Callable[[int, bytes], Failure | None]
 
@@ -127,7 +129,7 @@ class MessageEngine(Collectives):
             if not why:
                 work.finish()
             else:
-                work.give_up(self._mailbox.broken or self._mailbox.gone.get(dst) or _broken(why))
+                work.give_up(self._cause(dst, tag, why))
 
         with self._locks[dst]:
             number = self._wire.number(dst)
@@ -200,8 +202,7 @@ class MessageEngine(Collectives):
 
         def end(why: str) -> None:
             if why:
-                gone = self._mailbox.broken or self._mailbox.gone.get(source)
-                receipt.give_up(gone or _broken(why))
+                receipt.give_up(self._cause(source, frame.tag, why))
             else:
                 if not whole:
                     with torch.no_grad():
@@ -313,9 +314,24 @@ class MessageEngine(Collectives):
             self._break_off(Failure(kind, f"rank {rank} has ended the group: {reason}"))
 
     def _lost(self, peer: int, why: str) -> None:
+        self._mailbox.lose(peer, self._gone(peer, why))
+
+    def _gone(self, peer: int, why: str) -> Failure:
         rank = self.global_ranks[peer]
         text = f"the connection to rank {rank} is gone: it has died, or cannot be reached ({why})"
-        self._mailbox.lose(peer, Failure(PeerFailed, text, True))
+        return Failure(PeerFailed, text, True)
+
+    def _cause(self, peer: int, tag: int, why: str) -> Failure:
+        """Say why the bytes of a message do not come: a peer may itself have given up over another.
+
+        What it had to say, or the other's end, is known here a little later.
+        """
+        for _ in range(_LOOKS):
+            known = self._mailbox.reason(peer, tag)
+            if known is not None:
+                return known
+            time.sleep(_LOOK)
+        return self._gone(peer, why)
 
     def _break_off(self, failure: Failure) -> None:
         self._mailbox.break_off(failure)
@@ -361,10 +377,6 @@ class MessageEngine(Collectives):
         self._break_off(Failure(DistBackendError, f"the group was closed on {self._me()}"))
         super().close()
         self._wire.close()
-
-
-def _broken(why: str) -> Failure:
-    return Failure(DistBackendError, f"the engine gave up: {why}")
 
 
 # A forked child is not this rank, and does not speak for it.
