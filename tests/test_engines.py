@@ -240,6 +240,23 @@ def test_a_group_that_not_all_make_names_who_is_missing():
             torch_engine.create_gloo(backend)
 
 
+def test_a_group_is_not_waited_for_with_a_rank_that_has_failed():
+    failing = threading.Event()
+
+    def body():
+        if dist.get_rank() == 1:
+            dist.recv(torch.ones(1), 0)
+            world.current_slot().fail("has had enough")
+            failing.set()
+            return
+        dist.send(torch.ones(1), 1)
+        failing.wait(30)
+        with pytest.raises(dist.PeerFailed, match=r"making of group .*: rank 1 has had enough"):
+            dist.new_group(timeout=60)
+
+    on_gloo(body, 2)
+
+
 # Labels: what the hierarchy, and collectives, put beside a message
 
 
@@ -337,7 +354,7 @@ def test_an_interface_that_is_not_there_is_told_to_all(monkeypatch):
     store = HashStore()
     for rank in (0, 1):
         with pytest.raises(dist.DistNetworkError, match=r"'nowhere0' .*interfaces: .*lo"):
-            addresses.exchanged(store, rank, [0, 1], "some", 1).__enter__()
+            addresses.exchanged(options(rank, 2, store, timeout=1)).__enter__()
         monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert addresses.own_address(store) == "127.0.0.1"
@@ -352,7 +369,7 @@ def test_who_cannot_reach_whom_is_told_when_connecting_fails(monkeypatch):
     store.set("unreachable/1", "\n  what rank 5 has to say")
 
     def connect():
-        with addresses.exchanged(store, 0, [3, 5], "some", 1):
+        with addresses.exchanged(options(0, 2, store, timeout=1, global_ranks=[3, 5])):
             raise RuntimeError("no")
 
     with pytest.raises(dist.DistNetworkError, match="what rank 5 has to say") as caught:

@@ -7,10 +7,11 @@ import os
 import selectors
 import socket
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from phalanx.errors import DistNetworkError, DistTimeout, StoreTimeout
+from phalanx.backends.registry import BackendOptions
+from phalanx.errors import DistNetworkError, DistTimeout, PeerFailed, StoreTimeout
 from phalanx.stores import TCPStore
 from phalanx.stores.addresses import (
     host_address,
@@ -24,6 +25,7 @@ from phalanx.types import Deadline
 UNCONNECTED = "unconnected"  # the key of what a rank has said that gave up
 _NONE = "!"  # in place of an address: why there is none
 _PROBE_SECONDS = 3.0
+_LOOK = 0.3  # seconds between looks at whether a rank that is waited for has failed
 
 
 class Place(NamedTuple):
@@ -49,14 +51,14 @@ def own_address(store: Any) -> str:
 
 
 @contextmanager
-def exchanged(
-    store: Any, rank: int, global_ranks: Sequence[int], group: str, timeout: float
-) -> Iterator[str]:
+def exchanged(options: BackendOptions) -> Iterator[str]:
     """Tell the others one's address, and have it for the length of a block that connects to them.
 
     Raise if a rank has no address that others can use, or does not come. If the block fails, the
     error says which ranks cannot reach each other.
     """
+    store, rank, group = options.store, options.group_rank, options.group_id
+    global_ranks = options.global_ranks
     try:
         address = own_address(store)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -67,7 +69,7 @@ def exchanged(
     with door:
         own = Place(network(), socket.gethostname(), address, door.getsockname()[1])
         store.set(f"address/{rank}", "\n".join(map(str, own)))
-        values = gathered(store, "address", global_ranks, group, timeout)
+        values = gathered(options, "address")
         places = _places(values, rank, global_ranks)
         far = {i: place for i, place in enumerate(places) if place.network != own.network}
         failures = unreachable(far, _PROBE_SECONDS)
@@ -152,19 +154,30 @@ def unreachable(places: Mapping[int, Place], seconds: float) -> dict[int, str]:
     return failures
 
 
-def gathered(
-    store: Any, name: str, global_ranks: Sequence[int], group: str, timeout: float
-) -> list[str]:
+def failures(options: BackendOptions) -> dict[int, str]:
+    """Return how ranks of the world have failed, as far as groups on engines have learnt of it."""
+    known: dict[int, str] = options.shared.setdefault("engine failures", {})
+    return known
+
+
+def gathered(options: BackendOptions, name: str) -> list[str]:
     """Return what each member of a group has set as ``name/<group rank>``; raise who has not."""
-    keys = [f"{name}/{rank}" for rank in range(len(global_ranks))]
-    deadline = Deadline(timeout)
-    try:
-        for key in keys:
-            store.wait([key], deadline.left())
-    except StoreTimeout:
-        missing = [str(global_ranks[i]) for i, key in enumerate(keys) if not store.check([key])]
-        raise DistTimeout(
-            f"the making of group {group!r}: rank{'s' * (len(missing) > 1)} {', '.join(missing)} "
-            f"did not call for it within {timeout:g} s"
-        ) from None
+    store, ranks, failed = options.store, options.global_ranks, failures(options)
+    keys = [f"{name}/{rank}" for rank in range(len(ranks))]
+    deadline = Deadline(options.timeout)
+    what = f"the making of group {options.group_id!r} on rank {ranks[options.group_rank]}"
+    for rank, key in zip(ranks, keys, strict=True):
+        while not store.check([key]):
+            if rank in failed:
+                raise PeerFailed(f"{what}: {failed[rank]}")
+            with suppress(StoreTimeout):
+                store.wait([key], min(deadline.left(), _LOOK))
+                break
+            if deadline.left() > 0:
+                continue
+            missing = [str(ranks[i]) for i, key in enumerate(keys) if not store.check([key])]
+            raise DistTimeout(
+                f"{what}: rank{'s' * (len(missing) > 1)} {', '.join(missing)} did not call for it "
+                f"within {options.timeout:g} s"
+            )
     return [value.decode() for value in store.multi_get(keys)]

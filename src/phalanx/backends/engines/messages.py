@@ -29,6 +29,7 @@ from phalanx.backends.engines.collectives import Collectives, Part
 from phalanx.backends.engines.frames import Frame
 from phalanx.backends.engines.mailbox import Arrival, Failure, Mailbox, Pending, Receipt
 from phalanx.backends.engines.wire import Wire
+from phalanx.backends.registry import BackendOptions
 from phalanx.errors import CollectiveMismatch, DistBackendError, DistTimeout, PeerFailed
 from phalanx.types import Deadline
 from phalanx.work import CompletedWork, Work
@@ -51,14 +52,15 @@ class MessageEngine(Collectives):
     """
 
     def __init__(
-        self, name: str, wire: Wire, rank: int, ranks: Sequence[int], timeout: float, group: str
+        self, name: str, wire: Wire, options: BackendOptions, failures: dict[int, str]
     ) -> None:
-        super().__init__(rank, len(ranks), timeout)
+        super().__init__(options.group_rank, options.group_size, options.timeout)
         self.name = name
-        self.global_ranks = list(ranks)
-        self._group = group
+        self.global_ranks = list(options.global_ranks)
+        self._group = options.group_id
+        self._failures = failures  # how ranks of the world have failed, told to groups yet to be
         self._wire = wire
-        self._mailbox = Mailbox(rank, len(ranks))
+        self._mailbox = Mailbox(self.rank, self.size)
         self._locks = [threading.Lock() for _ in range(self.size)]
         self._offers: set[Pending] = set()
         self._closed = False
@@ -305,7 +307,8 @@ class MessageEngine(Collectives):
             failure = Failure(PeerFailed, f"rank {rank} has left the group")
             self._mailbox.lose(source, failure)
         elif frame.kind == frames.FAILED:
-            self._mailbox.lose(source, Failure(PeerFailed, f"rank {rank} {reason}", True))
+            self._failures[rank] = f"rank {rank} {reason}"
+            self._mailbox.lose(source, Failure(PeerFailed, self._failures[rank], True))
         elif frame.kind == frames.OUT_OF_STEP:
             kind = getattr(errors, frame.label.decode())
             self._mailbox.end_collectives(Failure(kind, f"rank {rank} is out of step: {reason}"))
@@ -314,7 +317,10 @@ class MessageEngine(Collectives):
             self._break_off(Failure(kind, f"rank {rank} has ended the group: {reason}"))
 
     def _lost(self, peer: int, why: str) -> None:
-        self._mailbox.lose(peer, self._gone(peer, why))
+        failure = self._gone(peer, why)
+        if peer not in self._mailbox.gone:
+            self._failures[self.global_ranks[peer]] = failure.text
+        self._mailbox.lose(peer, failure)
 
     def _gone(self, peer: int, why: str) -> Failure:
         rank = self.global_ranks[peer]

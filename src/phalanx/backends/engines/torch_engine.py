@@ -104,23 +104,20 @@ def create(name: str, device: str, options: BackendOptions, pg_options: object) 
 def create_gloo(options: BackendOptions) -> MessageEngine:
     """Make one rank's end of a group whose messages Gloo carries."""
     group = _within(options, lambda: gloo_group(options))
-    rank = options.group_rank
-    wire = GlooWire(group, rank, options.group_size)
-    ranks, name = options.global_ranks, options.group_id
-    return MessageEngine("gloo", wire, rank, ranks, options.timeout, name)
+    wire = GlooWire(group, options.group_rank, options.group_size)
+    return MessageEngine("gloo", wire, options, addresses.failures(options))
 
 
 def gloo_group(options: BackendOptions) -> Any:
     """Connect all members by Gloo, at the addresses by which they reach the store's server."""
-    rank, ranks = options.group_rank, options.global_ranks
-    met = addresses.exchanged(options.store, rank, ranks, options.group_id, options.timeout)
-    with met as address:
+    with addresses.exchanged(options) as address:
         kind = _c10d.ProcessGroupGloo
         told = kind._Options()
         told._timeout = timedelta(seconds=options.timeout)
         told._threads = 1
         told._devices = [kind.create_device(hostname=address)]
-        return kind(TorchStore(options.store), rank, options.group_size, told)
+        store = TorchStore(options.store)
+        return kind(store, options.group_rank, options.group_size, told)
 
 
 def _make(name: str, options: BackendOptions, pg_options: Any) -> Any:
