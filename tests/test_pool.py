@@ -174,7 +174,7 @@ def settings() -> dict[str, Any]:
         "recursion": sys.getrecursionlimit(),
         "gc": gc.isenabled(),
         "sockets": socket.getdefaulttimeout(),
-        "threads": (threading.getprofile(), threading.stack_size()),
+        "of threads": (threading.getprofile(), threading.stack_size()),
         "printing": torch._tensor_str.PRINT_OPTS.precision,
         "mkldnn": torch.backends.mkldnn.enabled,
         "logging": (logging.root.level, logging.root.manager.disable, len(logging.root.handlers)),
