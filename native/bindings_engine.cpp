@@ -12,6 +12,7 @@
 #include "bindings_posting.hpp"
 #include "bindings_site.hpp"
 #include "bindings_tensor.hpp"
+#include "bindings_unlocked.hpp"
 #include "lane.hpp"
 #include "mailbox.hpp"
 
@@ -74,7 +75,7 @@ class Engine {
 
   std::string ticket() const { return board_->ticket(); }
   void attend(bool creator) {
-    nb::gil_scoped_release unlock;
+    Unlocked unlock;
     board_->attend(group_.rank(), creator, site_, group_.timeout);
   }
   std::string describe(int rank) const {
@@ -106,7 +107,7 @@ class Engine {
       mailbox_->release();
       return;
     }
-    nb::gil_scoped_release unlock;
+    Unlocked unlock;
     // Called by a signal handler on top of a call that waits: that call would never end.
     if (calls_under_way > 0)
       board_->break_up(Kind::PeerFailed, "rank " + std::to_string(group_.rank()) +
@@ -309,7 +310,7 @@ class Engine {
     if (!async) {
       bool done;
       try {
-        nb::gil_scoped_release unlock;
+        Unlocked unlock;
         UnderWay call_under_way;
         done = lane_->try_run([&] { group_.run(call); });
       } catch (...) {
@@ -342,7 +343,7 @@ class Engine {
         *shared);
     if (async) return nb::cast(pending);
     {
-      nb::gil_scoped_release unlock;
+      Unlocked unlock;
       UnderWay call_under_way;
       pending->wait(-1);
     }
@@ -361,7 +362,7 @@ class Engine {
     if (async) delivery->keep = Graveyard::keep(tensor);
     delivery->async = async;
     {
-      nb::gil_scoped_release unlock;
+      Unlocked unlock;
       UnderWay call_under_way;
       mailbox_->start(delivery, async);
       try {
@@ -442,7 +443,7 @@ void bind_engine(nb::module_& m) {
       [](size_t bytes) {
         Block* block;
         {
-          nb::gil_scoped_release unlock;
+          Unlocked unlock;
           block = new Block(Block::shared(bytes));
         }
         nb::capsule owner(block, [](void* held) noexcept { delete static_cast<Block*>(held); });
@@ -462,8 +463,7 @@ void bind_engine(nb::module_& m) {
       .def_static("create", &Roster::create, nb::arg("size"), nb::arg("threads"))
       .def("place", &Roster::place, nb::arg("rank"), nb::arg("host"), nb::arg("pid"),
            "Say that a rank is on another host; before others open the roster.")
-      .def_static("open", &Roster::open, nb::arg("ticket"),
-                  nb::call_guard<nb::gil_scoped_release>())
+      .def_static("open", &Roster::open, nb::arg("ticket"), nb::call_guard<Unlocked>())
       .def_prop_ro("ticket", &Roster::ticket)
       .def_prop_ro("threads", &Roster::threads)
       .def(
@@ -471,7 +471,7 @@ void bind_engine(nb::module_& m) {
           [](Roster& roster, int rank, double timeout) {
             roster.join(rank, Deadline::in(timeout));
           },
-          nb::arg("rank"), nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("rank"), nb::arg("timeout"), nb::call_guard<Unlocked>())
       .def(
           "count_threads",
           [](const Roster& roster, int rank, int by) { roster.change(rank, &Member::threads, by); },
@@ -479,7 +479,7 @@ void bind_engine(nb::module_& m) {
       .def("leave", &Roster::leave, nb::arg("rank"))
       .def("fail", &Roster::fail, nb::arg("rank"), nb::arg("why"))
       .def("obituary", &Roster::obituary, nb::arg("rank"), nb::arg("ask_system"),
-           nb::call_guard<nb::gil_scoped_release>())
+           nb::call_guard<Unlocked>())
       .def("note", &Roster::note, nb::arg("rank"), nb::arg("text"),
            "Leave a text for all ranks, of which the last 8 KiB are kept.")
       .def(
@@ -499,7 +499,7 @@ void bind_engine(nb::module_& m) {
           "wait",
           [](Pending& pending, double timeout) {
             {
-              nb::gil_scoped_release unlock;
+              Unlocked unlock;
               UnderWay call_under_way;
               pending.wait(timeout);
             }

@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings_posting.hpp"
+#include "bindings_unlocked.hpp"
 #include "outside.hpp"
 #include "report.hpp"
 
@@ -135,7 +136,7 @@ void bind_outside(nb::module_& m) {
       [](const std::string& path) {
         HeapSeen seen;
         {
-          nb::gil_scoped_release unlock;
+          Unlocked unlock;
           seen = look_into(path);
         }
         nb::dict heap = as_dict(seen.address);

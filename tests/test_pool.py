@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -132,6 +134,12 @@ def change_settings() -> None:
     sys.argv.append("left")
     sys.stdout = None  # type: ignore[assignment]
     sys.setrecursionlimit(5000)
+    gc.disable()
+    socket.setdefaulttimeout(3)
+    threading.setprofile(print)
+    threading.stack_size(1 << 20)
+    torch.set_printoptions(precision=1)
+    torch.backends.mkldnn.enabled = False
     logging.basicConfig(level=logging.ERROR, force=True, handlers=[logging.NullHandler()])
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("error")
@@ -164,6 +172,11 @@ def settings() -> dict[str, Any]:
         "arguments": sys.argv[:],
         "stdout": sys.stdout is None,
         "recursion": sys.getrecursionlimit(),
+        "gc": gc.isenabled(),
+        "sockets": socket.getdefaulttimeout(),
+        "of threads": (threading.getprofile(), threading.stack_size()),
+        "printing": torch._tensor_str.PRINT_OPTS.precision,
+        "mkldnn": torch.backends.mkldnn.enabled,
         "logging": (logging.root.level, logging.root.manager.disable, len(logging.root.handlers)),
         "warnings": [str(each) for each in warnings.filters],
         "signals": {int(each): _named(signal.getsignal(each)) for each in signal.valid_signals()},
