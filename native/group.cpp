@@ -300,8 +300,10 @@ void Group::look(Passage& passage, bool costly) {
 // Whether the wait has any hope.
 void Group::judge(Passage& passage, std::span<const int> missing, WaitFacts& facts) {
   for (int rank : missing) facts.needs.add(board_->world_rank(rank));
+  // A step of a larger operation is told how much time is left of that: it is not the user's wish.
+  const bool has_own_timeout = passage.call.timeout >= 0 && !passage.call.whole[0];
   facts.blocked =
-      passage.meeting && !missing.empty() && !ends_by_itself(timeout, passage.call.timeout >= 0);
+      passage.meeting && !missing.empty() && !ends_by_itself(timeout, has_own_timeout);
   auto verdict = passage.waiter.update(facts);
   if (passage.meeting) check_deadlock(passage, verdict);
   if (!passage.deadline.passed()) return;

@@ -37,7 +37,7 @@ class DeadlockSearch:
         roster: _native.Roster,
         members: Mapping[str, Sequence[int]],
         mine: str,
-        publish: Callable[..., None],
+        publish: Callable[..., object],
     ) -> None:
         self._store = store
         self._roster = roster

@@ -76,9 +76,7 @@ class Hierarchy(GroupBackend):
         self.global_ranks = list(global_ranks)
         self._vigil = Vigil(warden, engine, group, self.global_ranks)
         self._crossing = Crossing(engine, self._vigil, self._differ)
-        self._letters = Letters(
-            local, engine, self._topology, self._vigil, group, self.global_ranks
-        )
+        self._letters = Letters(local, engine, self._topology, self._vigil, self._ask)
         self._number, self._site = 0, ""  # of the collective that runs
         warden.join(group, self._account)
 
@@ -197,26 +195,29 @@ class Hierarchy(GroupBackend):
             f"{name} #{number} on group {self._group!r}, rank {me}, at {self._site}: {reason}"
         )
 
+    def _ask(self, peer: int) -> str:
+        """Say what a rank of another host does, for one that has waited for it in vain."""
+        rank = self.global_ranks[peer]
+        return self._warden.tell(rank, self._warden.ask(self._group, [rank]))
+
     def _late(self, seconds: float) -> str:
         """Say which ranks have not come to a collective in time, and what they do instead."""
-        told = self._warden.ask(self._group, self.global_ranks, self._number)
-        others = [rank for rank in self.global_ranks if rank != self.global_ranks[self.rank]]
-        late = [rank for rank in others if rank not in told or told[rank].number < self._number]
+        ranks = self.global_ranks
+        told = self._warden.ask(self._group, ranks)
+        me = ranks[self.rank]
+        late = [
+            rank
+            for rank in ranks
+            if rank != me and (rank not in told or told[rank].number < self._number)
+        ]
         limit = f"reached its timeout of {seconds:g} s"
         if not late:
             return f"{limit}; all ranks have come, but what they exchange takes longer"
-        here = [rank for rank in self.global_ranks if rank not in late]
-        lines = [
-            f"{limit}\n  arrived: {_native.rank_list(sorted(here))}; "
-            f"not arrived: {_native.rank_list(sorted(late))}"
-        ]
-        for rank in late:
-            where = f"rank {rank} on host {self._warden.host_of(rank)}"
-            said = told[rank].text.partition(f"rank {rank} ")[2] if rank in told else ""
-            lines.append(f"  {where} {said or 'has not answered: it may be stopped, or be gone'}")
-        lines.append(
-            f"find out what keeps {_native.rank_list(sorted(late))}, or give more time: {_ADVICE}"
-        )
+        missing = _native.rank_list(sorted(late))
+        here = _native.rank_list(sorted({*ranks} - {*late}))
+        lines = [f"{limit}\n  arrived: {here}; not arrived: {missing}"]
+        lines += [f"  {self._warden.tell(rank, told)}" for rank in late]
+        lines.append(f"find out what keeps {missing}, or give more time: {_ADVICE}")
         return "\n".join(lines)
 
     def _call(self, what: str, *agreed: object) -> Call:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import cast
@@ -27,6 +27,7 @@ from phalanx.errors import CollectiveMismatch, Deadlock, DistBackendError, DistT
 from phalanx.types import Deadline, Timeout
 from phalanx.work import ThreadWork, Work
 
+_WORTH_ASKING = 1.0  # seconds of waiting in vain, after which it matters what the other rank does
 _LOOK = 0.001  # seconds between looks for a message from any source
 
 
@@ -39,15 +40,14 @@ class Letters:
         engine: MessageEngine,
         topology: Topology,
         vigil: Vigil,
-        group: str,
-        global_ranks: Sequence[int],
+        ask: Callable[[int], str],
     ) -> None:
         self._local = local
         self._engine = engine
         self._topology = topology
         self._vigil = vigil
-        self._group = group
-        self._global_ranks = global_ranks
+        self._ask = ask
+        self._global_ranks = vigil.global_ranks
 
     def send(
         self, tensor: Tensor, dst: int, tag: int, timeout: float, async_op: bool
@@ -71,11 +71,17 @@ class Letters:
     def _finish(self, work: Pending, deadline: Deadline, peer: int, doing: str) -> None:
         with self._titled(doing):
             # Of a large message nobody can tell from here whether it is about to be taken.
-            self._vigil.wait(work, deadline, [peer], "" if doing.startswith("send") else doing)
+            shown = "" if doing.startswith("send") else doing
+            try:
+                self._vigil.wait(work, deadline, [peer], shown)
+            except DistTimeout as error:
+                if deadline.limit < _WORTH_ASKING:
+                    raise
+                raise DistTimeout(f"{error}\n  {self._ask(peer)}") from None
 
     def _titled(self, doing: str) -> AbstractContextManager[None]:
         me = self._global_ranks[self._topology.rank]
-        return _titled(f"{doing} on group {self._group!r}, rank {me}, at {sites.here()}")
+        return _titled(f"{doing} on group {self._vigil.group!r}, rank {me}, at {sites.here()}")
 
     def recv(
         self, tensor: Tensor, src: int | None, tag: int, timeout: float, async_op: bool

@@ -33,8 +33,8 @@ class Vigil:
     ) -> None:
         self._warden = warden
         self._engine = engine
-        self._group = group
-        self._global_ranks = global_ranks
+        self.group = group
+        self.global_ranks = global_ranks
         self._closed = threading.Event()
 
     @property
@@ -64,7 +64,7 @@ class Vigil:
                 while not work.ended(min(deadline.left(), SLICE)):
                     self.look(needs, number, check if work.is_awaited() else _nothing)
                     if deadline.left() <= 0:
-                        self._expire(work)
+                        self._expire(work, deadline.limit)
                         break
         except BaseException:
             self._engine.withdraw(work)  # what comes now must not be written any more
@@ -73,10 +73,10 @@ class Vigil:
         if error is not None:
             raise self._cause(error, needs, number)
 
-    def _expire(self, work: Pending) -> None:
+    def _expire(self, work: Pending, limit: float) -> None:
         """Give a wait up, unless its message has begun to come and is soon here."""
         if self._engine.withdraw(work) or not work.ended(_GRACE):
-            raise DistTimeout("reached its timeout")
+            raise DistTimeout(f"reached its timeout of {limit:g} s")
 
     @contextmanager
     def shown(
@@ -90,9 +90,9 @@ class Vigil:
             yield _nothing
             return
         kind = doing.partition("(")[0]
-        ranks = [self._global_ranks[rank] for rank in needs]
+        ranks = [self.global_ranks[rank] for rank in needs]
         roster, me = self._warden.roster, self._warden.rank
-        waiting = _native.Waiting(roster, me, self._group, doing, ranks, deadline.left(), kind, any)
+        waiting = _native.Waiting(roster, me, self.group, doing, ranks, deadline.left(), kind, any)
         try:
             yield waiting.check
         finally:
@@ -111,7 +111,7 @@ class Vigil:
         """Raise what is known already."""
         if self._closed.is_set():
             raise DistBackendError("the group has been closed by its own rank")
-        self._warden.check(self._group, number, [self._global_ranks[rank] for rank in needs])
+        self._warden.check(self.group, number, [self.global_ranks[rank] for rank in needs])
 
     @contextmanager
     def explained(self, needs: Sequence[int], number: int = 0) -> Iterator[None]:
@@ -134,7 +134,7 @@ class Vigil:
                 time.sleep(0.1)
         except DistBackendError as cause:
             return cause
-        named = _native.rank_list(sorted(self._global_ranks[rank] for rank in needs))
+        named = _native.rank_list(sorted(self.global_ranks[rank] for rank in needs))
         return PeerFailed(f"the connection to {named} failed: {_bare(error)}")
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -69,6 +69,7 @@ class Warden:
         self._mine = hosts[rank].id
         self._read = 0  # entries of the log
         self._published: set[int] = set()  # ranks of this host whose end has been told
+        self._closed: set[int] = set()  # ranks whose wardens watch no longer
         self._gone: set[str] = set()  # hosts
         self._broken: dict[str, Break] = {}  # by group
         self._left: dict[str, set[int]] = {}  # ranks that have left a group
@@ -108,11 +109,14 @@ class Warden:
         self._published.add(rank)
         self._write(kind="ended", rank=rank, text=how)
 
-    def _write(self, **entry: Any) -> None:
+    def _write(self, **entry: Any) -> int:
+        """Write into the log; return the number of the entry."""
+        number = 0
         # A store that is gone cannot be told anything: others find that out themselves.
         with suppress(StoreError):
             number = self._store.add("log", 1)
             self._store.set(f"log/{number}", json.dumps(entry))
+        return number
 
     # What it knows
 
@@ -147,11 +151,11 @@ class Warden:
         known = self._broken.get(group)
         return known if known is not None and known.concerns(number) else None
 
-    def ask(self, group: str, ranks: Sequence[int], number: int) -> dict[int, Account]:
+    def ask(self, group: str, ranks: Sequence[int]) -> dict[int, Account]:
         """Ask what the ranks of a group do there; return what comes in a moment, by rank."""
-        keys = {rank: f"doing/{group}/{number}/{rank}" for rank in ranks if rank != self.rank}
         told: dict[int, Account] = {}
-        self._write(kind="ask", group=group, number=number)
+        question = self._write(kind="ask", group=group)
+        keys = {rank: f"doing/{question}/{rank}" for rank in ranks if rank != self.rank}
         limit = time.monotonic() + _ANSWERS
         with suppress(StoreError):
             while len(told) < len(keys) and time.monotonic() < limit:
@@ -161,6 +165,12 @@ class Warden:
                         told[rank] = Account(*json.loads(self._store.get(keys[rank])))
         return told
 
+    def tell(self, rank: int, told: Mapping[int, Account]) -> str:
+        """Put into words what a rank has said of itself."""
+        said = told[rank].text.partition(f"rank {rank} ")[2] if rank in told else ""
+        where = f"rank {rank} on host {self.host_of(rank)}"
+        return f"{where} {said or 'does not answer: it may be stopped, or busy outside of Python'}"
+
     def read(self) -> None:
         """Take notice of what is new in the log."""
         with self._lock, suppress(StoreError):
@@ -168,9 +178,9 @@ class Warden:
             while self._read < newest:
                 entry = json.loads(self._store.get(f"log/{self._read + 1}"))
                 self._read += 1
-                self._heed(entry)
+                self._heed(self._read, entry)
 
-    def _heed(self, entry: dict[str, Any]) -> None:
+    def _heed(self, number: int, entry: dict[str, Any]) -> None:
         if entry["kind"] == "ended" and entry["rank"] not in self._members[self._mine]:
             self.roster.fail(entry["rank"], entry["text"])
         elif entry["kind"] == "broken":
@@ -186,9 +196,10 @@ class Warden:
             _native.sentence(self.roster, sorted(told_ranks), entry["text"])
         elif entry["kind"] == "left":
             self._left.setdefault(entry["group"], set()).add(entry["rank"])
+        elif entry["kind"] == "closed":
+            self._closed.add(entry["rank"])
         elif entry["kind"] == "ask" and (account := self._accounts.get(entry["group"])):
-            key = f"doing/{entry['group']}/{entry['number']}/{self.rank}"
-            self._store.set(key, json.dumps(account()))
+            self._store.set(f"doing/{number}/{self.rank}", json.dumps(account()))
 
     # Its watch
 
@@ -237,12 +248,12 @@ class Warden:
                 self._write(kind="ended", rank=rank, text=how)
 
     def _speaks_for_host(self) -> bool:
-        """Tell the other hosts which ranks of this one have ended, if this is the first that lives.
+        """Tell the other hosts which ranks of this one have ended, if this is the first that can.
 
         Return whether it is.
         """
         ends = {rank: self.roster.obituary(rank, True) for rank in self._members[self._mine]}
-        living = [rank for rank, end in ends.items() if not end]
+        living = [rank for rank, end in ends.items() if not end and rank not in self._closed]
         if not living or living[0] != self.rank:
             return False
         for rank, end in ends.items():
@@ -256,6 +267,7 @@ class Warden:
         self._heart.stop()
         if self._thread is not threading.current_thread():
             self._thread.join(_STORE_TIMEOUT)
+        self._write(kind="closed", rank=self.rank)
         with suppress(StoreError):
             if self._store.add("closed", 1) == self._size:
                 self._clear()
@@ -266,7 +278,7 @@ class Warden:
             entry = json.loads(self._store.get(f"log/{number}"))
             if entry["kind"] == "ask":
                 for rank in range(self._size):
-                    self._store.delete_key(f"doing/{entry['group']}/{entry['number']}/{rank}")
+                    self._store.delete_key(f"doing/{number}/{rank}")
             self._store.delete_key(f"log/{number}")
         for label in self._order:
             self._store.delete_key(f"beat/{label}")
