@@ -52,6 +52,17 @@ class Crossing:
         work = self._engine.recv(tensor, peer, _TAG, async_op=True, accept=accept)
         return Coming(cast(Receipt, work), self._vigil, peer, call)
 
+    def stray(self, call: Call) -> str:
+        """Say what is wrong if somebody sends for another collective with a call's number.
+
+        Who is in another one may wait for another peer: then nobody asks for what was sent.
+        """
+        for source, label in self._engine.unclaimed(_TAG):
+            theirs = Call.read(label)
+            if theirs.number == call.number and theirs != call:
+                return self._differ(call, theirs, source)
+        return ""
+
     def _accept(self, call: Call, source: int, label: bytes) -> Failure | None:
         theirs = Call.read(label)
         if theirs == call:

@@ -78,7 +78,8 @@ class Hierarchy(GroupBackend):
         self._crossing = Crossing(engine, self._vigil, self._differ)
         self._letters = Letters(local, engine, self._topology, self._vigil, self._ask)
         self._number, self._site = 0, ""  # of the collective that runs
-        warden.join(group, self._account)
+        self._running: Call | None = None
+        warden.join(group, self)
 
     # Life
 
@@ -105,9 +106,15 @@ class Hierarchy(GroupBackend):
             return self.local.describe(self._topology.places[rank].seat)
         return self._warden.roster.obituary(self.global_ranks[rank], False)
 
-    def _account(self) -> Account:
+    def account(self) -> Account:
         """Say what this rank does, for those who wait for it."""
         return Account(self._number, self.local.describe(self._topology.seat))
+
+    def look(self) -> None:
+        """See whether others are in another collective, while this rank may wait in its own."""
+        call = self._running
+        if call is not None and (text := self._crossing.stray(call)):
+            self._tell(call.number, CollectiveMismatch, text)
 
     def note(self, text: str) -> None:
         self.local.note(text)
@@ -174,6 +181,7 @@ class Hierarchy(GroupBackend):
         except DistBackendError as error:
             raise self._break(step.__name__.strip("_"), error, deadline) from None
         finally:
+            self._running = None
             _native.part_of(0)
 
     def _break(self, name: str, error: DistBackendError, deadline: Deadline) -> DistBackendError:
@@ -185,15 +193,20 @@ class Hierarchy(GroupBackend):
         else:
             if kind is DistTimeout:
                 reason = self._late(deadline.limit)
-            self._warden.say_broken(self._group, number, kind, reason)
-        with suppress(DistBackendError):
-            self.local.engine.abort(reason, kind.__name__)
+        self._tell(number, kind, reason)
         if issubclass(kind, CollectiveMismatch | Deadlock):  # the same on all ranks
             return kind(_MEMBERS.sub(r"\1", reason, count=1))
         me = self.global_ranks[self.rank]
         return kind(
             f"{name} #{number} on group {self._group!r}, rank {me}, at {self._site}: {reason}"
         )
+
+    def _tell(self, number: int, kind: type[DistBackendError], reason: str) -> None:
+        """Tell all ranks that the group cannot go on from one of its collectives."""
+        if self._warden.known_break(self._group, number) is None:
+            self._warden.say_broken(self._group, number, kind, reason)
+        with suppress(DistBackendError):
+            self.local.engine.abort(reason, kind.__name__)
 
     def _ask(self, peer: int) -> str:
         """Say what a rank of another host does, for one that has waited for it in vain."""
@@ -225,7 +238,8 @@ class Hierarchy(GroupBackend):
         # What is agreed on beyond the words stands for itself in a number.
         digest = zlib.crc32(repr((self._number, what, agreed)).encode())
         _native.part_of(digest << 1 | 1, what, self._number, self._site)
-        return Call(self._number, f"{what}{HIDDEN}{digest:08x}", self._site)
+        self._running = Call(self._number, f"{what}{HIDDEN}{digest:08x}", self._site)
+        return self._running
 
     def _differ(self, mine: Call, theirs: Call, peer: int) -> str:
         """Say who is in which collective."""

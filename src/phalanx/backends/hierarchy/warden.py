@@ -12,9 +12,9 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from phalanx import _native, bystanders, errors
 from phalanx.backends.hierarchy import heart
@@ -35,6 +35,14 @@ class Account(NamedTuple):
 
     number: int  # of the collective that it has come to
     text: str  # "rank 2 is busy in its own code; ..."
+
+
+class Group(Protocol):
+    """A group that its warden looks after."""
+
+    def account(self) -> Account: ...
+
+    def look(self) -> None: ...
 
 
 class Break(NamedTuple):
@@ -73,7 +81,7 @@ class Warden:
         self._gone: set[str] = set()  # hosts
         self._broken: dict[str, Break] = {}  # by group
         self._left: dict[str, set[int]] = {}  # ranks that have left a group
-        self._accounts: dict[str, Callable[[], Account]] = {}  # by group
+        self._groups: dict[str, Group] = {}
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._deadlocks = DeadlockSearch(
@@ -90,13 +98,13 @@ class Warden:
 
     # What it is told
 
-    def join(self, group: str, account: Callable[[], Account]) -> None:
-        """Say that this rank is in a group; ``account()`` tells what it does there."""
-        self._accounts[group] = account
+    def join(self, name: str, group: Group) -> None:
+        """Say that this rank is in a group."""
+        self._groups[name] = group
 
     def leave(self, group: str) -> None:
         """Tell the other hosts that this rank has left a group."""
-        self._accounts.pop(group, None)
+        self._groups.pop(group, None)
         self._write(kind="left", group=group, rank=self.rank)
 
     def say_broken(self, group: str, number: int, kind: type[Exception], text: str) -> None:
@@ -198,8 +206,8 @@ class Warden:
             self._left.setdefault(entry["group"], set()).add(entry["rank"])
         elif entry["kind"] == "closed":
             self._closed.add(entry["rank"])
-        elif entry["kind"] == "ask" and (account := self._accounts.get(entry["group"])):
-            self._store.set(f"doing/{number}/{self.rank}", json.dumps(account()))
+        elif entry["kind"] == "ask" and (group := self._groups.get(entry["group"])):
+            self._store.set(f"doing/{number}/{self.rank}", json.dumps(group.account()))
 
     # Its watch
 
@@ -210,6 +218,8 @@ class Warden:
             if self._speaks_for_host():
                 self._deadlocks.look()
             self.read()
+            for group in list(self._groups.values()):
+                group.look()
             following = self._next_host()
             if following != watched:
                 watched, count, since = following, -1, time.monotonic()
