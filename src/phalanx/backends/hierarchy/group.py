@@ -176,7 +176,7 @@ class Hierarchy(GroupBackend):
         self._number, self._site = number, site
         try:
             with expected():
-                self._vigil.check([], number)
+                self._vigil.look([], number)
                 step(deadline, *args)
         except DistBackendError as error:
             raise self._break(step.__name__.strip("_"), error, deadline) from None
@@ -188,6 +188,8 @@ class Hierarchy(GroupBackend):
         """Tell all ranks why the group cannot go on, and return what to raise here."""
         kind, number = type(error), self._number
         reason = _HEADLINE.sub("", str(error), count=1)
+        if issubclass(kind, PeerFailed):
+            kind = PeerFailed
         if (known := self._warden.known_break(self._group, number)) is not None:
             kind, reason = known.kind, known.text
         else:

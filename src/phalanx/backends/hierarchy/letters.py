@@ -58,7 +58,7 @@ class Letters:
         doing = f"send({shown(tensor)}, tag={tag}) to rank {self._global_ranks[dst]}"
         deadline, label = Deadline(timeout), dtype_name(tensor.dtype).encode()
         with self._titled(doing), self._vigil.explained([dst]):
-            self._vigil.check([dst], 0)
+            self._vigil.look([dst], 0)
             work = self._engine.send(tensor, dst, tag, timeout=timeout, async_op=True, label=label)
         if not isinstance(work, Pending):
             return work if async_op else None

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from phalanx import _native, bystanders
 from phalanx.backends.engines.mailbox import Pending
 from phalanx.backends.engines.messages import MessageEngine
-from phalanx.backends.hierarchy.warden import Warden
+from phalanx.backends.hierarchy.warden import StoreLost, Warden
 from phalanx.errors import CollectiveMismatch, DistBackendError, DistTimeout, PeerFailed
 from phalanx.types import Deadline
 
-SLICE = 0.4  # seconds between two looks at what the other hosts tell
+SLICE = 0.1  # seconds between two looks at what the warden knows
 _GRACE = 5.0  # for what has begun to come, and for word of why an engine has failed
 
 
@@ -103,12 +103,7 @@ class Vigil:
 
         ``check`` is what `shown` gave: others may have left over a deadlock that this is part of.
         """
-        self._warden.read()
         check()
-        self.check(needs, number)
-
-    def check(self, needs: Sequence[int], number: int) -> None:
-        """Raise what is known already."""
         if self._closed.is_set():
             raise DistBackendError("the group has been closed by its own rank")
         self._warden.check(self.group, number, [self.global_ranks[rank] for rank in needs])
@@ -132,10 +127,11 @@ class Vigil:
                 if type(error) is DistBackendError:
                     return _bare(error)  # of this rank's own
                 time.sleep(0.1)
+        except StoreLost as lost:
+            return PeerFailed(f"{_bare(error)}; {lost}")
         except DistBackendError as cause:
             return cause
-        named = _native.rank_list(sorted(self.global_ranks[rank] for rank in needs))
-        return PeerFailed(f"the connection to {named} failed: {_bare(error)}")
+        return PeerFailed(str(_bare(error)))
 
 
 def _bare(error: BaseException) -> BaseException:

@@ -2,9 +2,9 @@
 
 Each rank raises its host's count in the store about once a second, from a thread of the native
 core. A second thread, the warden's, watches the count of the next host and the ranks of its own,
-and writes into a log in the store whose end it has seen; whoever waits long for another host reads
-that log. So a rank or host that dies is named everywhere within five seconds, and nobody pays for
-it while all is well.
+writes into a log in the store whose end it has seen, and reads what others have written there. So
+a rank or host that dies is named everywhere within five seconds; whoever waits only looks at what
+its warden knows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from phalanx.stores.base import Store
 _LOOK = 0.4  # seconds between two looks of the warden
 _DEAD = 3.2  # without a sign of life
 _STORE_TIMEOUT = 3.0  # of one request
+_FAREWELL = 2.5 * _LOOK  # for all wardens to read the log once more
 _ANSWERS = 1.5  # for the wardens of other ranks to say what these do
+
+
+class StoreLost(PeerFailed):
+    """There is no store any more, so that nobody can be asked."""
 
 
 class Account(NamedTuple):
@@ -111,6 +116,8 @@ class Warden:
         """Tell all that a group cannot go on from a collective; the first word counts."""
         name = kind.__name__
         self._write(kind="broken", group=group, number=number, error=name, text=text)
+        if self.rank == 0 and not self._closing.is_set():
+            time.sleep(_FAREWELL)  # the store may go with this rank, and all should know why
 
     def say_ended(self, rank: int, how: str) -> None:
         """Tell the other hosts how a rank of this one has ended."""
@@ -120,6 +127,8 @@ class Warden:
     def _write(self, **entry: Any) -> int:
         """Write into the log; return the number of the entry."""
         number = 0
+        if self._is_lost():
+            return number
         # A store that is gone cannot be told anything: others find that out themselves.
         with suppress(StoreError):
             number = self._store.add("log", 1)
@@ -145,13 +154,16 @@ class Warden:
                 )
             if end:
                 raise PeerFailed(end)
-        silence = self._heart.silence()
-        if silence > _DEAD:
-            raise PeerFailed(
-                f"the store has not answered for {silence:.1f} s: rank 0 and its host, "
-                f"{self._names[self._order[0]]}, are down, or {self._names[self._mine]} is cut off "
-                "from them"
+        if self._is_lost():
+            first, mine = self._names[self._order[0]], self._names[self._mine]
+            raise StoreLost(
+                f"the store has not answered for {self._heart.silence():.1f} s: rank 0 and its "
+                f"host, {first}, are down, or {mine} is cut off from them"
             )
+
+    def _is_lost(self) -> bool:
+        """Say whether the store cannot be reached: to ask it would only take time."""
+        return self._heart.silence() > _DEAD
 
     def known_break(self, group: str, number: int) -> Break | None:
         """Return why a collective of a group cannot end, as far as anybody has said so."""
@@ -181,6 +193,8 @@ class Warden:
 
     def read(self) -> None:
         """Take notice of what is new in the log."""
+        if self._is_lost():
+            return
         with self._lock, suppress(StoreError):
             newest = self._store.add("log", 0)
             while self._read < newest:
@@ -224,6 +238,8 @@ class Warden:
             if following != watched:
                 watched, count, since = following, -1, time.monotonic()
             if not watched:
+                continue
+            if self._is_lost():
                 continue
             try:
                 seen = self._store.add(f"beat/{watched}", 0)
@@ -278,6 +294,8 @@ class Warden:
         if self._thread is not threading.current_thread():
             self._thread.join(_STORE_TIMEOUT)
         self._write(kind="closed", rank=self.rank)
+        if self._is_lost():
+            return
         with suppress(StoreError):
             if self._store.add("closed", 1) == self._size:
                 self._clear()
