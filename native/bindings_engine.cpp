@@ -30,8 +30,12 @@ void check_signals() {
 // The place of this thread's next call in a batch of calls that belong together.
 thread_local uint16_t batch_part = 0, batch_parts = 0;
 
-// What this thread's calls are part of, which must be the same on all ranks; 0 for nothing.
-thread_local uint64_t larger_whole = 0;
+// What this thread's calls are part of, which must be the same on all ranks; digest 0 for nothing.
+struct Whole {
+  uint64_t digest = 0, number = 0;
+  std::string what, site;
+};
+thread_local Whole whole;
 
 // Native waits on this thread, one within the other if signal handlers call.
 thread_local int calls_under_way = 0;
@@ -298,15 +302,24 @@ class Engine {
                         "ranks with spawn)");
   }
 
+  static void set_whole(Call& call) {
+    call.detail = mix(call.detail, whole.digest);
+    call.whole_number = whole.number;
+    whole.what.copy(call.whole, sizeof call.whole - 1);
+    whole.site.copy(call.site, sizeof call.site - 1);
+  }
+
   template <class... Kept>
   nb::object issue(Call&& call, double timeout, bool async, Kept... kept) {
     check_own();
     Graveyard::empty();
-    if (group_.records) Sites::find(call.site, call.api, size_t(call.op));
+    if (whole.digest)
+      set_whole(call);
+    else if (group_.records)
+      Sites::find(call.site, call.api, size_t(call.op));
     call.timeout = timeout;
     call.part = batch_part;
     call.parts = batch_parts;
-    if (larger_whole) call.detail = mix(call.detail, larger_whole);
     if (!async) {
       bool done;
       try {
@@ -415,8 +428,13 @@ void bind_engine(nb::module_& m) {
       },
       nb::arg("part"), nb::arg("parts"), "Say which of a batch this thread's next call is.");
   m.def(
-      "part_of", [](uint64_t digest) { larger_whole = digest; }, nb::arg("digest"),
-      "Say what this thread's calls are part of, until told otherwise: ranks must agree on it.");
+      "part_of",
+      [](uint64_t digest, std::string what, uint64_t number, std::string site) {
+        whole = {digest, number, std::move(what), std::move(site)};
+      },
+      nb::arg("digest"), nb::arg("what") = "", nb::arg("number") = 0, nb::arg("site") = "",
+      "Say what this thread's calls are part of, until told otherwise (0): ranks must agree on "
+      "the digest; reports name the rest.");
   m.def(
       "dtype_code",
       [](nb::handle tensor) {

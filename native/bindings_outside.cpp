@@ -71,6 +71,7 @@ nb::dict as_dict(const RosterSeen& roster) {
   entry["members"] = as_list(roster.members, [&](const MemberSeen& member) {
     nb::dict seen = as_dict(member.heap);
     seen["presence"] = name(member.presence);
+    seen["remote"] = member.remote;
     seen["thread"] = member.thread;
     seen["host"] = as_str(member.host);
     seen["signal"] = member.signal;

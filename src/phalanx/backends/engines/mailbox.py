@@ -186,6 +186,11 @@ class Mailbox:
             receipt.give_up(failure)
         return None
 
+    def arrivals(self, tag: int) -> list[Arrival]:
+        """Return the messages of a tag that nobody has asked for yet."""
+        with self._lock:
+            return list(self._arrivals[tag])
+
     def withdraw(self, receipt: Receipt) -> bool:
         """Take a receipt back; False if its message has come."""
         with self._lock:

@@ -213,6 +213,14 @@ class MessageEngine(Collectives):
 
         self._wire.take(buffer, source, frame.number, end)
 
+    def unclaimed(self, tag: int) -> list[tuple[int, bytes]]:
+        """Return the source and label of each message that has come and was not asked for."""
+        return [(source, frame.label) for source, frame in self._mailbox.arrivals(tag)]
+
+    def withdraw(self, work: Work) -> bool:
+        """Take a receive back; False if its message has begun to come."""
+        return isinstance(work, Receipt) and self._mailbox.withdraw(work)
+
     def _title(self, name: str, peer: int | None, tag: int, site: str) -> str:
         who = "any rank" if peer is None else f"rank {self.global_ranks[peer]}"
         tagged = f" (tag {tag})" if tag > 0 else ""
