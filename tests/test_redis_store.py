@@ -207,6 +207,13 @@ def test_a_server_that_dies_ends_waits(own_server):
         RedisStore(own_server.url)
 
 
+def test_a_server_that_hangs_is_found_out(own_server):
+    store = RedisStore(own_server.url, timeout=1.0)
+    own_server.stop(signal.SIGSTOP)
+    with pytest.raises(DistNetworkError, match="does not answer"):
+        store.add("n", 1)
+
+
 def test_ctrl_c_ends_a_wait(server):
     program = (
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -24,6 +25,7 @@ from phalanx.stores.base import DEFAULT_TIMEOUT, Store, Timeout, seconds
 
 _KEPT = 7 * 24 * 3600  # seconds after the last change for which a server keeps what nobody removed
 _ANSWER = 30.0  # seconds for which a server may be busy with others
+_BRISK = 3.0  # and for those who would not wait longer
 # A server that was cut off is found out: probes after 5 s without a word, and given up after 15 s.
 _KEEPALIVE = {
     socket.TCP_KEEPIDLE: 5,
@@ -118,21 +120,22 @@ class Server:
         retry = need("redis.backoff", "redis", "a store in Redis").NoBackoff()
         parts = urlsplit(url)
         self.address = f"{parts.hostname}:{parts.port or 6379}"
-        options = {
+        make = partial(
+            self._redis.Redis.from_url,
+            url,
             # A lost answer does not say whether the question was heard: nothing is asked twice.
-            "retry": need("redis.retry", "redis", "a store in Redis").Retry(retry, 0),
-            "socket_connect_timeout": _ANSWER,
-            "socket_keepalive": True,
-            "socket_keepalive_options": _KEEPALIVE,
-        }
-        make = self._redis.Redis.from_url
+            retry=need("redis.retry", "redis", "a store in Redis").Retry(retry, 0),
+            socket_connect_timeout=_BRISK,
+            socket_keepalive=True,
+            socket_keepalive_options=_KEEPALIVE,
+        )
         try:
-            self._client = make(url, socket_timeout=_ANSWER, **options)
-            self._blocking = make(url, socket_timeout=None, **options)
+            self._clients = {limit: make(socket_timeout=limit) for limit in (_BRISK, _ANSWER)}
+            self._blocking = make(socket_timeout=None)
         except ValueError as error:
             raise ValueError(f"a store in Redis: {error}") from None
         self._scripts: dict[str, Any] = {}
-        self.do("PING")
+        self.do(_ANSWER, "PING")
 
     @contextmanager
     def _asking(self) -> Iterator[None]:
@@ -145,7 +148,8 @@ class Server:
             ) from None
         except self._redis.TimeoutError:
             raise DistNetworkError(
-                f"the store in Redis at {self.address} has not answered for {_ANSWER:g} s"
+                f"the store in Redis at {self.address} does not answer; is it there, and can it be "
+                "reached?"
             ) from None
         except self._redis.ResponseError as error:
             if "integer" in str(error) or "overflow" in str(error):
@@ -155,17 +159,23 @@ class Server:
                 ) from None
             raise DistStoreError(f"the store in Redis at {self.address}: {error}") from None
 
-    def do(self, *command: str | bytes | int | float) -> Any:
-        """Return what the server answers to a command."""
-        with self._asking():
-            return self._client.execute_command(*command)
+    def _client(self, patience: float) -> Any:
+        return self._clients[_BRISK if patience <= _BRISK else _ANSWER]
 
-    def run(self, script: str, keys: Sequence[bytes], *arguments: str | bytes | int) -> Any:
+    def do(self, patience: float, *command: str | bytes | int) -> Any:
+        """Return what the server answers to a command; `patience` is in seconds."""
+        with self._asking():
+            return self._client(patience).execute_command(*command)
+
+    def run(
+        self, patience: float, script: str, keys: Sequence[bytes], *arguments: str | bytes | int
+    ) -> Any:
         """Return what a script answers, which the server runs as one operation."""
         with self._asking():
+            client = self._client(patience)
             if script not in self._scripts:
-                self._scripts[script] = self._client.register_script(script)
-            return self._scripts[script](keys=keys, args=arguments)
+                self._scripts[script] = client.register_script(script)
+            return self._scripts[script](keys=keys, args=arguments, client=client)
 
     def pop(self, queue: bytes, limit: float) -> bytes | None:
         """Take the front of a queue, waiting for it; None if there is nothing in time."""
@@ -184,8 +194,8 @@ class Server:
 
     def close(self) -> None:
         """Close all connections."""
-        self._client.close()
-        self._blocking.close()
+        for client in (*self._clients.values(), self._blocking):
+            client.close()
 
 
 class Seat(NamedTuple):
@@ -258,14 +268,16 @@ class RedisStore(Store):
         return f"RedisStore({self._server.address!r}, {self._prefix!r})"
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._server.run(_SET, [self._name], _KEPT, _key(key), _value(value))
+        self._server.run(self._seconds, _SET, [self._name], _KEPT, _key(key), _value(value))
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         if len(keys) != len(values):
             super().multi_set(keys, values)  # says so
         if keys:
             pairs = zip(_list(keys), map(_value, values), strict=True)
-            self._server.run(_SET, [self._name], _KEPT, *[word for pair in pairs for word in pair])
+            self._server.run(
+                self._seconds, _SET, [self._name], _KEPT, *[word for pair in pairs for word in pair]
+            )
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
@@ -276,7 +288,7 @@ class RedisStore(Store):
             return []
 
         def values() -> list[bytes | None]:
-            found: list[bytes | None] = self._server.do("HMGET", self._name, *fields)
+            found: list[bytes | None] = self._server.do(self._seconds, "HMGET", self._name, *fields)
             return found
 
         def missing() -> list[bytes]:
@@ -298,7 +310,9 @@ class RedisStore(Store):
 
     def _missing(self, fields: Sequence[bytes]) -> list[bytes]:
         queues = [self._queue(field) for field in fields]
-        found: list[bytes] = self._server.run(_MISSING, [self._name, *queues], *fields)
+        found: list[bytes] = self._server.run(
+            self._seconds, _MISSING, [self._name, *queues], *fields
+        )
         return found
 
     def _await(self, fields: Sequence[bytes], missing: Any, limit: float, what: str) -> None:
@@ -322,25 +336,25 @@ class RedisStore(Store):
     def add(self, key: str, amount: int) -> int:
         if isinstance(amount, bool) or not isinstance(amount, int):
             raise TypeError(f"add: amount must be an int, not {type(amount).__name__}")
-        return int(self._server.run(_ADD, [self._name], _KEPT, _key(key), amount))
+        return int(self._server.run(self._seconds, _ADD, [self._name], _KEPT, _key(key), amount))
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._server.run(_APPEND, [self._name], _KEPT, _key(key), _value(value))
+        self._server.run(self._seconds, _APPEND, [self._name], _KEPT, _key(key), _value(value))
 
     def compare_set(
         self, key: str, expected_value: str | bytes, desired_value: str | bytes
     ) -> bytes:
         words = _key(key), _value(expected_value), _value(desired_value)
-        return bytes(self._server.run(_COMPARE_SET, [self._name], _KEPT, *words))
+        return bytes(self._server.run(self._seconds, _COMPARE_SET, [self._name], _KEPT, *words))
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._server.do("HDEL", self._name, _key(key)))
+        return bool(self._server.do(self._seconds, "HDEL", self._name, _key(key)))
 
     def num_keys(self) -> int:
-        return int(self._server.do("HLEN", self._name))
+        return int(self._server.do(self._seconds, "HLEN", self._name))
 
     def list_keys(self) -> list[str]:
-        return [key.decode() for key in self._server.do("HKEYS", self._name)]
+        return [key.decode() for key in self._server.do(self._seconds, "HKEYS", self._name)]
 
     def has_extended_api(self) -> bool:
         return True
@@ -348,11 +362,11 @@ class RedisStore(Store):
     def queue_push(self, key: str, value: str | bytes) -> None:
         name = _key(key)
         keys = [self._name, self._queue(name), self._keys()[2]]
-        self._server.run(_PUSH, keys, _KEPT, name, _value(value))
+        self._server.run(self._seconds, _PUSH, keys, _KEPT, name, _value(value))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         queue = self._queue(_key(key))
-        found: bytes | None = self._server.do("LPOP", queue)
+        found: bytes | None = self._server.do(self._seconds, "LPOP", queue)
         if found is not None:
             return found
         where = f"(store in Redis at {self._server.address})"
@@ -367,7 +381,7 @@ class RedisStore(Store):
         return found
 
     def queue_len(self, key: str) -> int:
-        return int(self._server.do("LLEN", self._queue(_key(key))))
+        return int(self._server.do(self._seconds, "LLEN", self._queue(_key(key))))
 
 
 def meet(url: str, job: str, rank: int, world_size: int, timeout: Timeout) -> RedisStore:
@@ -379,7 +393,9 @@ def meet(url: str, job: str, rank: int, world_size: int, timeout: Timeout) -> Re
     server = Server(url)
     place = f"phalanx:{job}"
     limit = max(int(seconds(timeout)), 1)  # whoever has come gives up then
-    world = server.run(_ARRIVE, [place.encode()], limit, secrets.token_hex(8), rank, world_size)
+    world = server.run(
+        _ANSWER, _ARRIVE, [place.encode()], limit, secrets.token_hex(8), rank, world_size
+    )
     if world is None:
         server.close()
         raise DistError(
@@ -417,9 +433,9 @@ def _leave(
         return  # a forked child is no user of its own
     with suppress(DistError):
         if meeting is not None:
-            server.run(_DEPART, [meeting.place.encode()], meeting.world, meeting.rank)
+            server.run(_BRISK, _DEPART, [meeting.place.encode()], meeting.world, meeting.rank)
         if world_size > 0:
-            server.run(_LEAVE, keys, _KEPT, world_size)
+            server.run(_BRISK, _LEAVE, keys, _KEPT, world_size)
     server.close()
 
 
