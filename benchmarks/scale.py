@@ -307,11 +307,10 @@ ranks (P in all) need for S bytes:
 |---|---|
 | flat ring (Gloo) | `2(P-1)(a + max(b, e)S/P) + (P-1)g S/P` |
 | one rank per host (Phalanx up to 32 KiB) | `2l + mS + log2(H)(a + (b + e + g)S)` |
-| a slice per rank (Phalanx beyond) | for each chunk of c = 1 MiB per slice `2l + mMc`, and |
-| between 2 hosts | `a + bMc + (e + g)c`, while the next chunk is reduced |
-| between more, slices up to 64 KiB | `log2(H)(a + bMc + (e + g)c)` |
-| between more, larger slices | `2(H-1)(a + (bM + e)c/H) + (H-1)g c/H` |
-| slices in one piece | the same with c = S/M |
+| a slice per rank (Phalanx beyond) | `2l + mS`, and between hosts, with s = S/M |
+| 2 hosts | `a + bMs + (e + g)s` for each MiB of s, while the next one is reduced |
+| more, if that is less | `log2(H)(a + (bM + e + g)s)` |
+| more | `2(H-1)(a + (bM + e)s/H) + (H-1)g s/H` |
 
 Not in it: congestion beyond the hosts' own links, stragglers, lost packets. The constants come from
 two hosts with a rank each, and from one host with two; each line is a least-squares fit of relative

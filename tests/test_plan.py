@@ -10,7 +10,8 @@ from hosts import needs_hosts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.backends.hierarchy import exchange, group
+from phalanx.backends.hierarchy import group
+from phalanx.backends.hierarchy.choices import doubling_messages, is_doubling_worth_it
 from phalanx.cli import main
 from phalanx.parallel import buckets
 from phalanx.plan import fitting, model
@@ -37,7 +38,6 @@ def predict(hosts: int, ranks_per_host: int) -> Model:
 def test_thresholds_are_those_of_the_program():
     assert model.SMALL == group._SMALL
     assert model.CHUNK == group._CHUNK
-    assert model.SMALL_PART == exchange._SMALL
 
 
 def test_buckets_are_those_of_ddp():
@@ -68,9 +68,19 @@ def test_two_hosts_overlap_what_is_near_and_far():
 
 
 def test_more_hosts_form_a_ring_of_each_slice():
-    part = (1 << 20) / 8
-    step = 2e-4 + 5e-5 + part / 1e9 + part * 2e-9
-    assert predict(8, 1).sliced(1 << 20) == pytest.approx(7 * (2 * step + part * 5e-10))
+    part = 1 << 20
+    step = 2e-4 + 5e-5 + 2 * part / 1e9 + part * 2e-9
+    near = 2 * 1e-5 + 16 * part * 1e-10
+    expected = near + 7 * (2 * step + part * 5e-10)
+    assert predict(8, 2).sliced(16 << 20) == pytest.approx(expected)
+
+
+def test_doubling_pays_for_small_parts_and_many_hosts():
+    assert is_doubling_worth_it(8, 512 << 10)
+    assert not is_doubling_worth_it(8, 1 << 20)
+    assert is_doubling_worth_it(128, 2 << 20)
+    assert not is_doubling_worth_it(3, 64 << 10)
+    assert [doubling_messages(hosts) for hosts in (2, 3, 4, 7, 8)] == [1, 3, 2, 4, 3]
 
 
 @given(layouts, sizes)
@@ -118,9 +128,9 @@ def test_a_fit_finds_the_machine_that_times_are_of():
     timed = []
     for sample in samples:
         found = Model(MACHINE, link, Layout(sample.hosts, sample.ranks_per_host))
-        # In one piece, as a line through all sizes assumes.
-        call = found.flat_ring if sample.library == "gloo" else found.uncut
-        timed.append(sample.__class__(*list(vars(sample).values())[:-1], call(sample.num_bytes)))
+        swap = MACHINE.between.message + sample.num_bytes * (MACHINE.between.byte + 5e-10)
+        seconds = found.flat_ring(sample.num_bytes) if sample.library == "gloo" else swap
+        timed.append(sample.__class__(*list(vars(sample).values())[:-1], seconds))
     near = [
         fitting.Sample("phalanx", 1, 2, None, size, 1e-5 + size * 1e-10) for size in fitting.SIZES
     ]

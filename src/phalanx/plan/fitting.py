@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.commands import CommandError
-from phalanx.plan.model import Engine, Layout, Link, Machine, Model
+from phalanx.plan.model import SMALL, Engine, Layout, Link, Machine, Model
 
 SIZES = (4, 1 << 10, 16 << 10, 128 << 10, 1 << 20, 8 << 20)
 _TRIALS, _LEAST = 3, 5  # rounds, of which the best counts, and calls in each
@@ -166,10 +166,11 @@ def predict(machine: Machine, sample: Sample) -> float:
 
     wire = Wire.read(sample.rate, 0, 0)
     link = Link(float("inf") if wire.rate is None else wire.rate / 8, 0.0)
-    layout = Layout(sample.hosts, sample.ranks_per_host)
-    model = Model(machine.shared(layout.size, os.cpu_count() or 1), link, layout)
-    call = model.flat_ring if sample.library == "gloo" else model.phalanx
-    return call(sample.num_bytes)
+    layout, flat = Layout(sample.hosts, sample.ranks_per_host), sample.library == "gloo"
+    speak_for_others = not flat and sample.num_bytes <= SMALL
+    busy = layout.hosts if speak_for_others else layout.size
+    model = Model(machine.shared(busy, os.cpu_count() or 1), link, layout)
+    return model.flat_ring(sample.num_bytes) if flat else model.phalanx(sample.num_bytes)
 
 
 def write(machine: Machine, samples: Sequence[Sample], path: Path) -> None:

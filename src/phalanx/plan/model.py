@@ -12,10 +12,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from phalanx.backends.hierarchy.choices import doubling_messages, is_doubling_worth_it
+
 # As in backends/hierarchy, which a test holds these against.
 SMALL = 32 << 10  # bytes up to which one rank per host speaks for all
-CHUNK = 1 << 20  # bytes of a slice that pass through the phases at a time
-SMALL_PART = 64 << 10  # bytes up to which hosts double instead of forming a ring
+CHUNK = 1 << 20  # bytes of a slice that pass between two hosts at a time
 
 BUCKET = 25 << 20  # bytes of gradients that DDP reduces at a time
 FIRST_BUCKET = 1 << 20
@@ -108,24 +109,20 @@ class Model:
         near = 2 * self._local() + num_bytes * self._local_byte()
         return near + self._doubling(num_bytes, 1)
 
-    def sliced(self, num_bytes: float, chunk: float = CHUNK) -> float:
+    def sliced(self, num_bytes: float) -> float:
         """Return the time if each rank of a host leads a slice, as Phalanx does with large ones.
 
-        Slices pass in chunks: between two hosts, one crosses while the next is reduced.
+        Between two hosts slices pass in chunks: one crosses while the next is reduced.
         """
         hosts, flows = self.layout.hosts, self.layout.ranks_per_host
-        num_chunks = max(1, math.ceil(num_bytes / (flows * chunk)))
+        num_chunks = max(1, math.ceil(num_bytes / (flows * CHUNK))) if hosts == 2 else 1
         part = num_bytes / num_chunks / flows
         near = 2 * self._local() + flows * part * self._local_byte()
         if hosts == 2:
             far = self._step(part, flows) + part * self.machine.add_byte
             return near + far + (num_chunks - 1) * max(near, far)
-        far = self._doubling(part, flows) if part <= SMALL_PART else self._ring(part, flows)
-        return num_chunks * (near + far)
-
-    def uncut(self, num_bytes: float) -> float:
-        """Return the time if slices pass in one piece: fewer messages, and nothing overlaps."""
-        return self.sliced(num_bytes, math.inf)
+        exchange = self._doubling if is_doubling_worth_it(hosts, part) else self._ring
+        return near + exchange(part, flows)
 
     def phalanx(self, num_bytes: float) -> float:
         """Return the time of what Phalanx chooses."""
@@ -144,12 +141,9 @@ class Model:
         return self.machine.local_byte if self.layout.ranks_per_host > 1 else 0.0
 
     def _doubling(self, num_bytes: float, flows: int) -> float:
-        hosts = self.layout.hosts
-        power = 1 << (hosts.bit_length() - 1)
-        rounds = power.bit_length() - 1
-        messages = rounds + (2 if power < hosts else 0)  # those beyond a power of two stand aside
-        step = self._step(num_bytes, flows)
-        return messages * step + rounds * num_bytes * self.machine.add_byte
+        rounds = self.layout.hosts.bit_length() - 1
+        messages = doubling_messages(self.layout.hosts) * self._step(num_bytes, flows)
+        return messages + rounds * num_bytes * self.machine.add_byte
 
     def _ring(self, num_bytes: float, flows: int) -> float:
         hosts = self.layout.hosts
@@ -179,7 +173,6 @@ ALGORITHMS: dict[str, Callable[[Model, float], float]] = {
     "flat ring": Model.flat_ring,
     "one rank per host": Model.small,
     "a slice per rank": Model.sliced,
-    "slices in one piece": Model.uncut,
 }
 
 

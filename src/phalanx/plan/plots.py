@@ -9,7 +9,7 @@ from phalanx.bench.plots import finish, grid
 from phalanx.bench.results import readable_bytes
 from phalanx.plan.model import ALGORITHMS, Layout, Model
 
-COLOURS = dict(zip(ALGORITHMS, ("#2471a3", "#e59866", "#c0392b", "#1e8449"), strict=True))
+COLOURS = dict(zip(ALGORITHMS, ("#2471a3", "#e59866", "#c0392b"), strict=True))
 GREY = "#7f8c8d"
 SIZES = [4**power for power in range(1, 16)]
 HOSTS = [2**power for power in range(1, 15)]
