@@ -50,7 +50,8 @@ class Hierarchy(GroupBackend):
 
     ``local`` has the group's ranks of this host, in order; ``engine`` all of its ranks. Of a small
     tensor one rank per host speaks for all of them; a large one is cut into slices, each led by
-    another rank, and passes in chunks, so that the network and the memory work at the same time.
+    another rank, and between two hosts passes in chunks, so that the network and the memory work at
+    the same time.
     """
 
     name = "phalanx"
@@ -291,6 +292,8 @@ class Hierarchy(GroupBackend):
         where = self._topology
         peers = where.peers(where.seat) if where.seat < where.num_slices else []
         width = where.num_slices * max(_CHUNK // buffer.itemsize, 1)
+        if len(where.hosts) > 2:  # nothing is sent ahead: chunks would only be more messages
+            width = max(buffer.numel(), 1)
         before: tuple[Exchange | None, Tensor, Sequence[Tensor]] | None = None
         for chunk in torch.split(buffer, width):
             slices = self._slices(chunk)
