@@ -1,4 +1,4 @@
-"""Groups over hosts whose ranks are processes, told apart by a variable or on hosts of their own."""
+"""Groups over hosts whose ranks are processes: told apart by a variable, or on real hosts."""
 
 import os
 import sys
@@ -184,3 +184,34 @@ def test_the_end_of_a_program_is_quick_and_quiet(tmp_path, ending, first):
         job = hosts.start([sys.executable, program, ending, first])
         assert job.wait(20) == ["", ""]
         assert all(each.stderr == "" for each in job.programs)
+
+
+def keep_the_others_waiting():
+    dist.barrier()
+    if dist.get_rank() == 2:
+        print("going", flush=True)
+        time.sleep(60)
+    dist.all_reduce(torch.ones(4))
+
+
+@needs_hosts
+def test_a_look_from_outside_tells_who_is_on_another_host():
+    command = [sys.executable, "-m", "phalanx"]
+    with Hosts(2, ranks=[2, 1]) as hosts:
+        job = hosts.start(keep_the_others_waiting, backend="phalanx")
+        while "going" not in job.programs[2].stdout:
+            assert job.programs[2].returncode is None, job.programs[2].told()
+            time.sleep(0.01)
+        while "waiting for rank 2" not in hosts[0].run([*command, "ps"]).stdout:
+            time.sleep(0.1)
+        here = " ".join(hosts[0].run([*command, "why"]).stdout.split())
+        there = " ".join(hosts[1].run([*command, "why"]).stdout.split())
+        table = hosts[0].run([*command, "top", "--once"]).stdout
+        job.close()
+    assert "Rank 0 waits since" in here
+    assert "in all_reduce(float32[4], SUM) #2 on group 'world' at test_hierarchy_hosts.py" in here
+    assert "on host host1) is on another host: ask `phalanx why` there." in here
+    assert "Rank 0 (pid" in there
+    assert "on host host0) is on another host" in there
+    assert "its last call, on group 'world': barrier() #1 at test_hierarchy_hosts.py" in there
+    assert "2 waiting, 1 elsewhere" in table
