@@ -9,7 +9,6 @@ from typing import Any
 from phalanx import _native
 from phalanx.backends import local
 from phalanx.backends.base import GroupBackend
-from phalanx.backends.engines.messages import MessageEngine
 from phalanx.backends.hierarchy import hosts
 from phalanx.backends.hierarchy.hosts import Host
 from phalanx.backends.hierarchy.warden import Warden
@@ -75,12 +74,13 @@ def _roster(options: BackendOptions, found: list[Host]) -> _native.Roster:
 
 
 def _over_hosts(options: BackendOptions, where: list[str]) -> GroupBackend:
+    # Engines take time to import, which a group of one host has no need of.
+    from phalanx.backends.engines.messages import MessageEngine
     from phalanx.backends.hierarchy.group import Hierarchy
+    from phalanx.stores import PrefixStore
 
     rank = options.group_rank
     mine = [each for each, label in enumerate(where) if label == where[rank]]
-    from phalanx.stores import PrefixStore
-
     near = replace(
         options,
         store=PrefixStore(f"near{mine[0]}", options.store),
