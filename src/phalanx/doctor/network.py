@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import fcntl
-import socket
-import struct
 import time
 from collections.abc import Iterator
 
 from phalanx.doctor.findings import Host, Said, good, problem, warning
+from phalanx.stores.addresses import interface_address
 
 _SLOW = 0.5  # seconds for a name
 _UP = 1  # IFF_UP
-_SIOCGIFADDR = 0x8915
 
 
 def hostname(host: Host) -> Iterator[Said]:
@@ -85,7 +82,7 @@ def ports(host: Host) -> Iterator[Said]:
             "(sudo iptables -I INPUT -i lo -j ACCEPT)",
         )
     for folder in host.glob("/sys/class/net/*"):
-        address = None if folder.name == "lo" else address_of(folder.name)
+        address = None if folder.name == "lo" else interface_address(folder.name)
         if address is None:
             continue
         try:
@@ -121,17 +118,6 @@ def leftovers(host: Host) -> Iterator[Said]:
         )
     if not found:
         yield good("no rank, size or address of another job is set")
-
-
-def address_of(interface: str) -> str | None:
-    """Return the IPv4 address of an interface, if it has one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            request = struct.pack("256s", interface.encode()[:15])
-            answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _is_loopback(address: str) -> bool:
