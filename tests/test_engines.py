@@ -1,5 +1,6 @@
 """Groups on engines that others wrote: Gloo, any process group of torch's, one per device."""
 
+import json
 import os
 import signal
 import subprocess
@@ -324,10 +325,12 @@ def test_addresses():
 def test_a_loopback_address_is_of_no_use_to_another_host(who):
     store = HashStore()
     theirs, own = ("127.0.0.1", "10.0.0.1") if who == "other" else ("10.0.0.2", "127.0.0.1")
-    store.set("address/1", f"another network\nfar\n{theirs}")
+    store.set("address/1", json.dumps(addresses.Place("another network", "far", theirs, theirs)))
+    place = addresses.Place("this network", "near", own, own)
     with pytest.raises(dist.DistNetworkError) as caught:
-        addresses.exchange(store, 0, [3, 5], own, "some", 1)
-    expected = "rank 3 cannot reach rank 5" if who == "other" else "rank 5 cannot reach rank 3"
+        addresses.exchange(store, 0, [3, 5], place, "some", 1)
+    ranks = (3, "near", 5, "far") if who == "other" else (5, "far", 3, "near")
+    expected = "rank {} on host '{}' cannot reach rank {} on host '{}'".format(*ranks)
     assert expected in str(caught.value)
     assert "GLOO_SOCKET_IFNAME" in str(caught.value)
 

@@ -39,6 +39,7 @@ from phalanx.errors import DistError, StoreTimeout
 from phalanx.extras import install
 from phalanx.process import Stat
 from phalanx.stores import FileStore, PrefixStore, Store, TCPStore, slurm
+from phalanx.stores.arrival import arrive
 from phalanx.stores.base import Timeout, seconds
 from phalanx.stores.meeting import meet
 from phalanx.stores.over_mpi import meet_over_mpi, mpi
@@ -214,7 +215,8 @@ def from_environment(
         environment = _with_slurm_address(environment, launcher)
         host = _require(environment, "MASTER_ADDR", "the host that rank 0 runs on")
         port = _require(environment, "MASTER_PORT", "a free port on that host")
-        store = _at(host, _number("MASTER_PORT", port, "env://"), rank, timeout)
+        hosts = not _is_one_machine(environment, launcher, world_size)
+        store = _at(host, _number("MASTER_PORT", port, "env://"), rank, timeout, hosts)
     return store, rank, world_size
 
 
@@ -250,13 +252,10 @@ register_rendezvous_handler("env", _env)
 register_rendezvous_handler("mpi", _mpi)
 
 
-def _at(host: str, port: int, rank: int, timeout: Timeout) -> Store:
+def _at(host: str, port: int, rank: int, timeout: Timeout, hosts: bool = False) -> Store:
     """Return the store at an address; rank 0 runs it."""
-
-    def arrive() -> TCPStore:
-        return TCPStore(host, port, is_master=rank == 0, timeout=timeout, multi_tenant=True)
-
-    store = _visit(("tcp", host, port), rank, arrive)
+    place = ("tcp", host, port)
+    store = _visit(place, rank, lambda: arrive(host, port, rank, seconds(timeout), hosts))
     store.set_timeout(timeout)
     return store
 
