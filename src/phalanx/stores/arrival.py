@@ -8,8 +8,10 @@ to each, a host that does not answer at all. What may is a warning.
 from __future__ import annotations
 
 import errno
+import math
 import socket
 import time
+from typing import NamedTuple
 
 from phalanx import logs
 from phalanx.errors import DistNetworkError
@@ -30,22 +32,31 @@ def arrive(host: str, port: int, rank: int, timeout: float, hosts: bool) -> TCPS
     if rank == 0:
         return _serve(host, port, timeout, hosts)
     start = time.monotonic()
-    said = ""
+    said: Trouble | None = None
     while True:
         limit = min(_PATIENCE, timeout - (time.monotonic() - start))
         try:
             store = TCPStore(host, port, timeout=max(limit, 0.0))
         except DistNetworkError:
             spent = time.monotonic() - start
-            trouble, patience = _trouble(host, port, hosts)
-            if not trouble:  # somebody is there who is not a store, or keeps another secret
+            trouble = describe(host, port, hosts)
+            if trouble is None:  # somebody is there who is not a store, or keeps another secret
                 raise
-            text = f"rank {rank} on host '{socket.gethostname()}' cannot reach rank 0: {trouble}"
-            if spent >= min(patience, timeout) - 0.5:
-                raise DistNetworkError(f"{text} (tried for {spent:.0f} s)") from None
+            me = f"rank {rank} on host '{socket.gethostname()}'"
+            most = min(trouble.patience, timeout)
+            if spent >= most - 0.5:
+                raise DistNetworkError(
+                    f"{me} has not reached rank 0 in {spent:.0f} s: {trouble.fact}; "
+                    f"{trouble.advice}"
+                ) from None
             if trouble != said:
                 said = trouble
-                _log.warning("%s; still trying, for up to %g s", text, min(patience, timeout))
+                _log.warning(
+                    "%s does not reach rank 0: %s; %s; it goes on trying for up to %g s",
+                    me,
+                    *trouble[:2],
+                    most,
+                )
         else:
             store.set_timeout(timeout)
             return store
@@ -72,38 +83,49 @@ def _leads_here(host: str, port: int) -> bool:
     return bool(way) and is_loopback(way)
 
 
-def _trouble(host: str, port: int, hosts: bool) -> tuple[str, float]:
-    """Say why nobody is reached at an address, and for how many seconds that may be so.
+class Trouble(NamedTuple):
+    """Why nobody is reached at an address."""
 
-    Nothing if somebody is.
-    """
+    fact: str
+    advice: str
+    patience: float  # for how many seconds it may be so before it is an error
+
+
+def describe(host: str, port: int, hosts: bool) -> Trouble | None:
+    """Say why nobody is reached at an address; None if somebody is."""
     where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
     except OSError as error:
-        return (
-            f"its host '{host}' has no address here ({error.strerror}); give an address in its "
-            f"place (MASTER_ADDR), or teach this host the name: getent hosts {host}"
-        ), _NAMELESS
+        return Trouble(
+            f"the host '{host}' has no address here ({error.strerror})",
+            f"give an address in its place (MASTER_ADDR), or see to the name: getent hosts {host}",
+            _NAMELESS,
+        )
     if address != host:
         where += f" ({address})"
     try:
         socket.create_connection((host, port), timeout=_KNOCK).close()
     except OSError as error:
         if error.errno != errno.ECONNREFUSED:
-            return (
-                f"{where} does not answer ({error.strerror or error}); that host is down, or "
-                f"something between the two drops what is sent to port {port}: open it in the "
-                "firewall, or choose another (MASTER_PORT); phalanx doctor --hosts tells which "
-                "hosts reach each other"
-            ), _SILENT
+            return Trouble(
+                f"{where} does not answer ({error.strerror or error}): the host is down, or "
+                f"something between the two drops what is sent to port {port}",
+                "open it in the firewall, or choose another (MASTER_PORT); phalanx doctor --hosts "
+                "tells which hosts reach each other",
+                _SILENT,
+            )
         if hosts and _leads_here(host, port):
-            return (
-                f"{where} is this host itself, where nobody listens; set MASTER_ADDR on all hosts "
-                "to an address of rank 0's host that the others can reach"
-            ), _ASTRAY
-        return (
-            f"nobody listens at {where}: rank 0 has not begun, has ended, or runs on another host; "
-            "or its host knows its own name as a loopback address (/etc/hosts)"
-        ), float("inf")
-    return "", 0.0
+            return Trouble(
+                f"{where} is this host itself, where nobody listens",
+                "set MASTER_ADDR on all hosts to an address of rank 0's host that the others can "
+                "reach",
+                _ASTRAY,
+            )
+        return Trouble(
+            f"nobody listens at {where}",
+            "see whether rank 0 has begun, and runs on that host; its host may know its own name "
+            "as a loopback address (/etc/hosts)",
+            math.inf,
+        )
+    return None
