@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 
 from phalanx.doctor.findings import Host, Said, good, problem, warning
-from phalanx.stores.addresses import interface_address
 
 _SLOW = 0.5  # seconds for a name
 _UP = 1  # IFF_UP
@@ -72,6 +71,8 @@ def interfaces(host: Host) -> Iterator[Said]:
 
 def ports(host: Host) -> Iterator[Said]:
     """Open ports and connect to them, on the loopback and on each interface with an address."""
+    from phalanx.stores import addresses  # which brings torch
+
     try:
         host.connect("127.0.0.1")
         yield good("ports can be opened on 127.0.0.1 and reached")
@@ -82,7 +83,7 @@ def ports(host: Host) -> Iterator[Said]:
             "(sudo iptables -I INPUT -i lo -j ACCEPT)",
         )
     for folder in host.glob("/sys/class/net/*"):
-        address = None if folder.name == "lo" else interface_address(folder.name)
+        address = None if folder.name == "lo" else addresses.interface_address(folder.name)
         if address is None:
             continue
         try:
