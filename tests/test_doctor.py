@@ -319,7 +319,7 @@ def test_interfaces(made: Made) -> None:
 
 def test_ports(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(network.ports(made())).grade == "good"  # real ones
-    monkeypatch.setattr(addresses, "interface_address", lambda name: "10.0.0.7")
+    monkeypatch.setattr(addresses, "address_of", lambda name: "10.0.0.7")
 
     def connect(address: str) -> None:
         raise OSError(f"{address} is closed")

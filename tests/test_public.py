@@ -22,7 +22,7 @@ LAYERS = [
 ]
 # These may use all of the above, and none uses them.
 BESIDE = {"__main__", "bench", "cli", "commands", "completion", "debug", "demo", "dispatch"}
-BESIDE |= {"doctor", "launch", "machine", "random", "testing", "torch_backend", "trace"}
+BESIDE |= {"doctor", "launch", "machine", "plan", "random", "testing", "torch_backend", "trace"}
 
 
 def test_all_is_sorted_and_complete():

@@ -1,6 +1,7 @@
 """Ranks that cannot reach each other: who says so, of whom, and what is to be done."""
 
 import os
+import re
 import socket
 import threading
 
@@ -9,12 +10,10 @@ import torch
 from hosts import needs_hosts
 
 import phalanx as dist
-from phalanx.backends.engines import addresses, reach
-from phalanx.backends.engines.reach import Site
 from phalanx.backends.hierarchy import hosts as meeting
 from phalanx.errors import DistError, DistNetworkError
-from phalanx.stores import HashStore, arrival
-from phalanx.stores.addresses import host_address, interfaces, own_address
+from phalanx.stores import arrival
+from phalanx.stores.addresses import address_of, host_address, interfaces, own_address
 from phalanx.testing.hosts import Hosts
 
 
@@ -77,10 +76,14 @@ def test_a_firewall(open_ports):
         ):
             assert fact in str(errors[1])
         return
-    assert [type(error) for error in errors] == [DistNetworkError] * 4
-    for error, ways in zip(errors, [(0, 2), (0, 2), (2, 0), (2, 0)], strict=True):
-        one, other = (f"rank {rank} on host 'host{rank // 2}'" for rank in ways)
-        for fact in (f"{one} (10.77.0.", f"cannot connect to {other}", "nor the other", "firewall"):
+    assert [type(error) for error in errors] == [DistNetworkError] * 4, errors
+    for error in errors:
+        for fact in (
+            "rank 0 on host 'host0' cannot reach rank 2 on host 'host1' at 10.77.0.2: no answer",
+            "rank 3 on host 'host1' cannot reach rank 1 on host 'host0' at 10.77.0.1: no answer",
+            "firewall",
+            "phalanx doctor --hosts",
+        ):
             assert fact in str(error)
 
 
@@ -89,78 +92,23 @@ def test_interfaces_that_do_not_fit():
     with Hosts(2) as hosts:
         for error in outcomes(hosts, 30, GLOO_SOCKET_IFNAME="lo"):
             assert type(error) is DistNetworkError
-            for fact in ("rank 1 on host 'host1' cannot reach rank 0 on host 'host0'", "=lo there"):
-                assert fact in str(error)
+            assert re.search(
+                r"rank \d cannot reach rank \d on host 'host\d'.*127\.0\.0\.1", str(error)
+            )
         for error in outcomes(hosts, 30, GLOO_SOCKET_IFNAME="ib0"):
             assert type(error) is DistNetworkError
-            for fact in ("rank 0 on host 'host0'", "GLOO_SOCKET_IFNAME=ib0", "eth0 (10.77.0.1)"):
-                assert fact in str(error)
+            assert re.search(r"'host\d' has no interface 'ib0'.*eth0 10\.77\.0\.\d", str(error))
         assert outcomes(hosts, 30, GLOO_SOCKET_IFNAME="eth0") == [[2.0, 2.0]] * 2
 
 
 # Without hosts
 
 
-def both(store, sites, monkeypatch, unreachable):
-    """Let two ranks look into it, of whom one cannot connect in one direction."""
-    tries = reach._try
-
-    def attempt(address, port):
-        return (
-            "Connection refused"
-            if threading.current_thread().name in unreachable
-            else tries(address, port)
-        )
-
-    monkeypatch.setattr(reach, "_try", attempt)
-    told = {}
-
-    def look(rank):
-        told[rank] = reach.diagnose(store, rank, sites, [4, 7])
-
-    threads = [
-        threading.Thread(target=look, args=(rank,), name=f"rank {rank}") for rank in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [told[0], told[1]]
-
-
-SITES = [Site("a", "127.0.0.1"), Site("b", "127.0.0.2")]
-
-
-def test_hosts_that_reach_each_other(monkeypatch):
-    assert both(HashStore(), SITES, monkeypatch, {}) == ["", ""]
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_one_way_is_blocked(monkeypatch, rank):
-    expected = ["rank 4 on host 'a' (127.0.0.1)", "rank 7 on host 'b' (127.0.0.2)"]
-    one, other = expected if rank == 0 else reversed(expected)
-    for text in both(HashStore(), SITES, monkeypatch, {f"rank {rank}"}):
-        assert f"{one} cannot connect to {other}: Connection refused" in text
-        assert "the other way it works" in text
-
-
-def test_somebody_who_is_not_stuck_is_not_blamed(monkeypatch):
-    monkeypatch.setattr(reach, "_COME", 0.1)
-    monkeypatch.setattr(reach, "_TRY", 0.1)
-    assert reach.diagnose(HashStore(), 0, SITES, [0, 1]) == ""
-
-
-def test_an_interface_without_an_address(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
-    place = addresses.own_place(HashStore())
-    assert "GLOO_SOCKET_IFNAME=nowhere0 has no address" in place.complaint
-    assert "lo (127.0.0.1)" in place.complaint
-    assert interfaces()["lo"] == "127.0.0.1"
-
-
 def test_the_own_address():
     assert own_address("127.0.0.1", 9) == own_address("localhost", 9) == "127.0.0.1"
     assert own_address("no-such-host.invalid", 9) == host_address()
+    assert interfaces()["lo"] == address_of("lo") == "127.0.0.1"
+    assert address_of("nowhere0") is None
 
 
 def test_what_is_said_while_nobody_listens(caplog, monkeypatch):

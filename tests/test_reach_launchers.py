@@ -56,6 +56,19 @@ def torchrun(hosts, options, words):
     return sorted(line for agent in agents for line in agent.check(100).stdout.splitlines())
 
 
+IN_TORCH = """
+import os, torch, torch.distributed as dist
+import phalanx.torch_backend
+dist.init_process_group("phalanx")
+values = torch.ones(10)
+dist.all_reduce(values)
+dist.all_reduce(values)
+said = f"sum {values[0].item():g} on {os.uname().nodename}, rank {dist.get_rank()}\\n"
+dist.destroy_process_group()
+os.write(1, said.encode())
+"""
+
+
 STATIC = ["--node-rank={}", "--master-addr=host0", "--master-port=29400"]
 ELASTIC = ["--rdzv-backend=c10d", "--rdzv-endpoint=host0:29400", "--rdzv-id=job"]
 
@@ -64,6 +77,14 @@ ELASTIC = ["--rdzv-backend=c10d", "--rdzv-endpoint=host0:29400", "--rdzv-id=job"
 def test_torchrun(program, names):
     with Hosts(2, shared=[program.parent], names=names) as hosts:
         assert torchrun(hosts, STATIC, [program]) == SAID
+
+
+@pytest.mark.parametrize("options", [STATIC, ELASTIC], ids=["static", "elastic"])
+def test_torchrun_starts_programs_of_torch(tmp_path, options):
+    program = tmp_path / "program.py"
+    program.write_text(IN_TORCH)
+    with Hosts(2, shared=[tmp_path]) as hosts:
+        assert torchrun(hosts, options, [program]) == SAID
 
 
 def test_torchrun_starts_ranks_again(program, tmp_path):
@@ -80,7 +101,7 @@ def test_mpirun(program, prefix):
     if peer.missing:
         pytest.skip(f"no MPI in {prefix}: {peer.missing}")
     with Hosts(2, shared=[program.parent, prefix]) as hosts:
-        if "--allow-run-as-root" in peer.launcher or "openmpi" in prefix:
+        if peer.name == "openmpi":
             words = ["--host", "host0:2,host1:2", "--mca", "plm_ssh_agent", hosts.remote_shell()]
         else:
             words = ["-hosts", "host0:2,host1:2", "-launcher", "ssh"]

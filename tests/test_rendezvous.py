@@ -123,7 +123,12 @@ def test_handlers_can_be_registered(monkeypatch):
 @pytest.mark.parametrize(
     ("url", "rank", "size", "message"),
     [
-        ("nowhere://x", 0, 1, r"nowhere.*known: env://, file://, mpi://, tcp://"),
+        (
+            "nowhere://x",
+            0,
+            1,
+            r"nowhere.*known: env://, file://, mpi://, redis://, rediss://, tcp://",
+        ),
         ("tcp://localhost", 0, 1, "host and port"),
         ("tcp://localhost:1", -1, 1, "rank .* is missing"),
         ("tcp://localhost:1", 0, -1, "world_size .* is missing"),

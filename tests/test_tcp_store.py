@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import resource
 import socket
 import struct
 import subprocess
@@ -437,8 +438,8 @@ def test_limit_on_connections():
     with raw(server.port) as one, raw(server.port) as two:
         assert introduce(one)
         assert introduce(two)
-        with raw(server.port) as three:
-            assert is_closed(three)
+        with pytest.raises(DistNetworkError, match="2 connections, and that is its limit"):
+            _native.StoreClient(HOST, server.port, "", 30.0)
 
 
 def test_oversize_requests_are_refused_before_they_are_sent():
@@ -525,3 +526,84 @@ def test_nothing_is_left_behind():
         del store
     gc.collect()
     wait_until(lambda: (open_descriptors(), threads()) == before)
+
+
+# A server whose process may have no more descriptors than it is told: soft, hard.
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, tuple(map(int, sys.argv[1:])))
+from phalanx import _native
+server = _native.StoreServer("127.0.0.1", 0, "")
+print(server.port, flush=True)
+sys.stdin.read()
+print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+"""
+
+
+@contextlib.contextmanager
+def limited_server(soft: int, hard: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", LIMITED, str(soft), str(hard)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_a_server_takes_the_descriptors_that_it_may_have():
+    with limited_server(64, 300) as (process, port):
+        clients = [_native.StoreClient(HOST, port, "", 30.0) for _ in range(200)]
+        assert clients[-1].add("n", 1, 30.0) == 1
+        assert int(process.communicate("")[0]) > 200
+
+
+def test_a_server_without_descriptors_says_so_and_serves_those_it_has():
+    with limited_server(64, 64) as (_, port):
+        clients = []
+        with pytest.raises(DistNetworkError, match=r"no descriptors left.*ulimit -Hn"):
+            clients.extend(_native.StoreClient(HOST, port, "", 30.0) for _ in range(64))
+        assert len(clients) > 30
+        assert [core.add("n", 1, 30.0) for core in clients] == [*range(1, len(clients) + 1)]
+        del clients[0]
+        # One has gone, and its place is free.
+        late = _native.StoreClient(HOST, port, "", 30.0)
+        assert late.check(["n"], 30.0)
+
+
+# Clients of its own number, each with a connection, that wait for a key at the same time.
+CROWD = """
+import resource, sys, threading
+port, number, total = map(int, sys.argv[1:])
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+threading.stack_size(256 << 10)
+from phalanx import _native
+clients = [_native.StoreClient("127.0.0.1", port, "", 60.0) for _ in range(number)]
+threads = [threading.Thread(target=core.barrier, args=("all", total, 60.0)) for core in clients]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+clients[0].add("through", number, 60.0)
+"""
+
+
+def test_thousands_of_clients():
+    """Which all wait at once, and go on at once."""
+    processes, each = 4, 520
+    need = processes * each + 64
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < need:
+        pytest.skip(f"needs {need} descriptors in a process ('ulimit -Hn')")
+    store = master()
+    command = [sys.executable, "-c", CROWD, str(store.port), str(each), str(processes * each)]
+    crowds = [subprocess.Popen(command) for _ in range(processes)]
+    try:
+        assert [crowd.wait(100) for crowd in crowds] == [0] * processes
+    finally:
+        for crowd in crowds:
+            crowd.kill()
+            crowd.wait()
+    assert store.add("through", 0) == processes * each
+    assert store.get("all/arrived") == b"%d" % (processes * each)

@@ -21,6 +21,10 @@ constexpr double grace = 10;
 constexpr int max_hangups = 5;
 
 struct HungUp {};  // the peer closed the connection
+struct Full {
+  uint8_t for_want_of_descriptors;
+  uint64_t connections;
+};
 
 }  // namespace
 
@@ -114,6 +118,16 @@ Client::Lease Client::connect(const Patience& patience, bool retry) const {
       if (hangups == max_hangups || !retry || patience.exhausted())
         throw Failure(Kind::Network, "whatever listens on " + endpoint(host_, port_) +
                                          " hangs up during the handshake; is it a phalanx store?");
+    } catch (const Full& full) {
+      // Those that are just ending make room.
+      if (hangups == max_hangups || !retry || patience.exhausted())
+        throw Failure(Kind::Network,
+                      "the store at " + endpoint(host_, port_) + " takes no more clients: it has " +
+                          std::to_string(full.connections) + " connections, and " +
+                          (full.for_want_of_descriptors
+                               ? "its process (usually rank 0) has no descriptors left: raise the "
+                                 "hard limit there ('ulimit -Hn')"
+                               : "that is its limit"));
     } catch (const wire::Malformed&) {
       throw Failure(Kind::Network, "what listens on " + endpoint(host_, port_) +
                                        " is not a phalanx store, or one of another version");
@@ -136,6 +150,11 @@ bool Client::introduce(Connection& connection, const Patience& patience) const {
   uint64_t magic;
   uint8_t secured, welcome;
   if (!receive(connection, patience, frame)) return false;
+  if (frame.size() == handshake::full_size) {
+    Full full{};
+    handshake::decode(frame, magic, full.for_want_of_descriptors, full.connections);
+    if (magic == handshake::full) throw full;
+  }
   handshake::decode(frame, magic, secured, theirs);
   if (magic != handshake::magic) throw wire::Malformed();
   if (secured && secret_.empty())

@@ -8,6 +8,9 @@
 // The roles differ in what they sign, so neither side's proof can be played back as the other's;
 // fresh nonces make old proofs worthless. It proves identity; it does not hide what is sent
 // afterwards.
+//
+// A server that takes nobody else in says so in place of the challenge: full, whether it is for
+// want of descriptors, and how many are connected.
 #pragma once
 
 #include <sys/random.h>
@@ -19,6 +22,8 @@ namespace phalanx::store::handshake {
 
 // Read as a number: a peer of the other byte order, or another protocol, does not match.
 constexpr uint64_t magic = 0x7068616c616e7801;  // "phalanx", version 1
+constexpr uint64_t full = 0x70686c7866756c6c;   // "phlxfull"
+constexpr size_t full_size = sizeof(uint64_t) + sizeof(uint8_t) + sizeof(uint64_t);
 constexpr size_t max_frame = 64;
 
 enum class Role : uint8_t { Client, Server };

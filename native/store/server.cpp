@@ -5,6 +5,7 @@
 #include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -19,6 +20,8 @@ constexpr auto never = Clock::time_point::max();
 constexpr size_t scratch_size = size_t{64} << 10;
 
 Clock::time_point after(double seconds) { return Patience(seconds).deadline; }
+
+Descriptor make_spare() { return Descriptor(eventfd(0, EFD_CLOEXEC)); }
 
 // A buffer that once held something huge does not keep the memory.
 void reset(std::string& buffer) {
@@ -59,6 +62,7 @@ Server::Server(Descriptor listener, std::string secret, const Limits& limits)
       listener_(std::move(listener)),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       stop_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      spare_(make_spare()),
       port_(port_of(listener_)),
       scratch_(scratch_size, '\0') {
   epoll_event wake{EPOLLIN, {.ptr = &stop_}}, knock{EPOLLIN, {.ptr = &listener_}};
@@ -124,13 +128,17 @@ void Server::accept_all() {
     if (!socket) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
       if (errno == EAGAIN) return;
+      if (make_room()) continue;
       // No descriptors left: stop listening for a tick rather than spin on the same event.
       epoll_ctl(epoll_.fd(), EPOLL_CTL_DEL, listener_.fd(), nullptr);
       accepting_ = false;
       ticking_ = true;
       return;
     }
-    if (connections_.size() >= limits_.connections) continue;  // closes it
+    if (connections_.size() >= limits_.connections) {
+      refuse(socket, false);
+      continue;
+    }
     int fd = socket.fd(), on = 1;
     setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
     setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on);
@@ -141,6 +149,34 @@ void Server::accept_all() {
     connections_[fd] = std::move(connection);
     ticking_ = true;
   }
+}
+
+// Called when there are no descriptors left. Most systems let a process have more than it starts
+// with; if not this one, the newcomer is told. False if it has to wait.
+bool Server::make_room() {
+  if (errno != EMFILE && errno != ENFILE) return false;
+  rlimit limit{};
+  if (errno == EMFILE && !getrlimit(RLIMIT_NOFILE, &limit) && limit.rlim_cur < limit.rlim_max) {
+    limit.rlim_cur = std::min<rlim_t>(limit.rlim_max, limit.rlim_cur * 2);
+    if (!setrlimit(RLIMIT_NOFILE, &limit)) return true;
+  }
+  if (!spare_) return false;
+  spare_.close();
+  Descriptor socket(accept4(listener_.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  if (socket) refuse(socket, true);
+  const bool told = static_cast<bool>(socket);
+  socket.close();
+  spare_ = make_spare();
+  return told;
+}
+
+void Server::refuse(const Descriptor& socket, bool for_want_of_descriptors) {
+  std::string out;
+  handshake::encode(out, handshake::full, uint8_t{for_want_of_descriptors},
+                    uint64_t{connections_.size()});
+  static_cast<void>(!send(socket.fd(), out.data(), out.size(), MSG_NOSIGNAL));
+  // What is left unread when a socket is closed makes the other side lose what it was sent.
+  static_cast<void>(!recv(socket.fd(), scratch_.data(), scratch_.size(), 0));
 }
 
 void Server::receive(Connection& connection) {
@@ -297,6 +333,7 @@ void Server::sweep() {
   for (auto* connection : late) drop(*connection);
   dropped_.clear();
   if (!accepting_) {
+    if (!spare_) spare_ = make_spare();
     epoll_event knock{EPOLLIN, {.ptr = &listener_}};
     accepting_ = !epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, listener_.fd(), &knock);
     ticking_ = ticking_ || !accepting_;

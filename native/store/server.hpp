@@ -19,7 +19,7 @@ class Server {
   struct Limits {
     double handshake = 10;  // seconds from connecting to being let in
     double frame = 60;      // seconds for a frame to arrive, or for a reply to be taken
-    size_t connections = 4096;
+    size_t connections = 65536;
   };
 
   Server(Descriptor listener, std::string secret, const Limits& limits);
@@ -33,6 +33,8 @@ class Server {
 
   void serve();
   void accept_all();
+  bool make_room();
+  void refuse(const Descriptor& socket, bool for_want_of_descriptors);
   void receive(Connection& connection);
   void handle(Connection& connection, std::string_view frame);
   void greet(Connection& connection, std::string_view frame);
@@ -47,6 +49,7 @@ class Server {
   const Limits limits_;
   const int generation_ = fork_generation();
   Descriptor listener_, epoll_, stop_;
+  Descriptor spare_;  // given up to tell a newcomer that there are no others
   const int port_;
 
   // Below: only the server's thread.

@@ -31,6 +31,7 @@ COMMANDS = {
     "why": Command("phalanx.debug.why", "say why a job does not move"),
     "trace": Command("phalanx.trace.command", "draw a timeline of a job that was recorded"),
     "bench": Command("phalanx.bench.command", "measure operations, alone or beside Gloo and MPI"),
+    "plan": Command("phalanx.plan.command", "predict what more hosts would cost"),
     "doctor": Command("phalanx.doctor.command", "find what makes jobs slow or fail here"),
     "completion": Command("phalanx.completion", "make a shell complete these commands"),
 }

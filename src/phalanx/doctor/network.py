@@ -83,7 +83,7 @@ def ports(host: Host) -> Iterator[Said]:
             "(sudo iptables -I INPUT -i lo -j ACCEPT)",
         )
     for folder in host.glob("/sys/class/net/*"):
-        address = None if folder.name == "lo" else addresses.interface_address(folder.name)
+        address = None if folder.name == "lo" else addresses.address_of(folder.name)
         if address is None:
             continue
         try:

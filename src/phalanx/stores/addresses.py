@@ -10,7 +10,9 @@ import struct
 from contextlib import suppress
 from pathlib import Path
 
-_SIOCGIFADDR = 0x8915
+from phalanx.errors import DistNetworkError
+
+_SIOCGIFADDR = 0x8915  # of linux/sockios.h
 
 
 def way_to(host: str, port: int) -> str:
@@ -55,11 +57,23 @@ def host_address() -> str:
 
 def interfaces() -> dict[str, str]:
     """Return the interfaces of this host that have an IPv4 address, with it."""
-    found = {name: interface_address(name) for _, name in socket.if_nameindex()}
+    found = {name: address_of(name) for _, name in socket.if_nameindex()}
     return {name: address for name, address in found.items() if address is not None}
 
 
-def interface_address(name: str) -> str | None:
+def interface_address(name: str) -> str:
+    """Return the IPv4 address of an interface that the user has chosen."""
+    address = address_of(name)
+    if address is None:
+        known = ", ".join(f"{other} {where}" for other, where in interfaces().items())
+        raise DistNetworkError(
+            f"host {socket.gethostname()!r} has no interface {name!r} with an IPv4 address "
+            f"(interfaces: {known})"
+        )
+    return address
+
+
+def address_of(name: str) -> str | None:
     """Return the IPv4 address of an interface, if it has one."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket, suppress(OSError):
         request = struct.pack("256s", name.encode()[:15])

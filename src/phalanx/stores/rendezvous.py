@@ -7,6 +7,8 @@ file:///path       a file that all ranks can reach.
 env://             the environment says: RANK and WORLD_SIZE (torchrun, or set by hand), or the
                    variables of Open MPI, of MPICH and its relatives, or of Slurm.
 mpi://             MPI says, by mpi4py: rank, size, and where rank 0 runs a store.
+redis://host/0     a Redis or Valkey server (rediss:// with TLS); rank and size are given, or the
+                   launcher's. Jobs are told apart by ?job=NAME, or by what launchers call them.
 
 With `env://`, MASTER_ADDR and MASTER_PORT are where rank 0 runs the store. They may be missing
 under an MPI launcher or Slurm. If all ranks are on one machine, they then meet in a private
@@ -43,6 +45,8 @@ from phalanx.stores.arrival import arrive
 from phalanx.stores.base import Timeout, seconds
 from phalanx.stores.meeting import meet
 from phalanx.stores.over_mpi import meet_over_mpi, mpi
+from phalanx.stores.redis import meet as meet_in_redis
+from phalanx.stores.redis import split_url
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -246,10 +250,34 @@ def _met_over_mpi(timeout: Timeout) -> tuple[Store, int, int]:
     return store, rank, world.Get_size()
 
 
+# What all ranks of a job find in their environment, on whichever host, and other jobs do not.
+_JOB_NAMES = (
+    *("PHALANX_JOB", "PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"),
+)
+
+
+def _redis(url: str, timeout: Timeout = DEFAULT_TIMEOUT, **_: object) -> Rendezvous:
+    server, given = split_url(url)
+    if not urlsplit(server).hostname:
+        raise ValueError("redis://: must name the server's host, as in redis://10.0.0.1:6379/0")
+    for name in {"rank", "world_size"} - given.keys():
+        launcher = _launcher(os.environ, given)
+        variable = launcher.rank if name == "rank" else launcher.size
+        given[name] = _require(os.environ, variable, f"the {name.replace('_', ' ')}")
+    rank, world_size = (_number(name, given[name], "redis://") for name in ("rank", "world_size"))
+    names = [f"{name}={os.environ[name]}" for name in _JOB_NAMES if name in os.environ]
+    job = given.get("job") or ",".join(names) or "job"
+    yield meet_in_redis(server, job, rank, world_size, timeout), rank, world_size
+    raise _once("redis://")
+
+
 register_rendezvous_handler("tcp", _tcp)
 register_rendezvous_handler("file", _file)
 register_rendezvous_handler("env", _env)
 register_rendezvous_handler("mpi", _mpi)
+register_rendezvous_handler("redis", _redis)
+register_rendezvous_handler("rediss", _redis)
 
 
 def _at(host: str, port: int, rank: int, timeout: Timeout, hosts: bool = False) -> Store:

@@ -37,6 +37,8 @@ class TCPStore(CoreStore):
     A client keeps trying to connect for `timeout`. With `world_size` given and `wait_for_workers`,
     the master's constructor returns once that many processes, itself included, have connected.
     `multi_tenant` lets several masters of one process share the server of a port.
+    Every thread of a client that waits has a connection of its own; where the master's descriptors
+    do not suffice for all, it raises their soft limit (``ulimit -n``) up to the hard one.
     `master_listen_fd` is a listening socket to take over. `use_libuv` is accepted and changes
     nothing. The server ends with the last TCPStore of the master that uses it.
     """

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from phalanx import bystanders
 from phalanx.backends.base import GroupBackend
-from phalanx.backends.engines import addresses, reach
+from phalanx.backends.engines import addresses
 from phalanx.backends.engines.direct import DirectEngine
 from phalanx.backends.engines.gloo import GlooWire
 from phalanx.backends.engines.messages import MessageEngine
@@ -28,7 +26,9 @@ _td: Any = torch.distributed
 _c10d: Any = _distributed_c10d
 _state: Any = distributed_c10d
 
-_SLOW = 3.0  # seconds after which connections that do not come about are looked into
+_GRACE = 1.0  # for the thread that makes a group to say itself why it was not in time
+_LOOK = 0.5  # seconds between looks at whether others have given up
+_SLOW = 3.0  # seconds after which connections that probes have found impossible are given up
 
 _CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
 
@@ -99,44 +99,35 @@ def create(name: str, device: str, options: BackendOptions, pg_options: object) 
     """Make one rank's end of a group on torch's backend ``name``, for tensors of one device."""
     if name == "gloo" and device == "cpu":
         return create_gloo(options)
-    group = _within(options, lambda met: _make(name, options, pg_options, met))
+    group = _within(options, lambda: _make(name, options, pg_options))
     return DirectEngine(name, device, group, options, _c10d)
 
 
 def create_gloo(options: BackendOptions) -> MessageEngine:
     """Make one rank's end of a group whose messages Gloo carries."""
-    group = _within(options, lambda met: gloo_group(options, met))
-    rank = options.group_rank
-    wire = GlooWire(group, rank, options.group_size)
-    ranks, name = options.global_ranks, options.group_id
-    return MessageEngine("gloo", wire, rank, ranks, options.timeout, name)
+    group = _within(options, lambda: gloo_group(options))
+    wire = GlooWire(group, options.group_rank, options.group_size)
+    return MessageEngine("gloo", wire, options, addresses.failures(options))
 
 
-def gloo_group(options: BackendOptions, met: _Met) -> Any:
+def gloo_group(options: BackendOptions) -> Any:
     """Connect all members by Gloo, at the addresses by which they reach the store's server."""
-    sites = addresses.exchange(
-        options.store,
-        options.group_rank,
-        options.global_ranks,
-        addresses.own_place(options.store),
-        options.group_id,
-        options.timeout,
-    )
-    kind = _c10d.ProcessGroupGloo
-    told = kind._Options()
-    told._timeout = timedelta(seconds=options.timeout)
-    told._threads = 1
-    told._devices = [kind.create_device(hostname=sites[options.group_rank].address)]
-    met.sites, met.when = sites, time.monotonic()
-    return kind(TorchStore(options.store), options.group_rank, options.group_size, told)
+    with addresses.exchanged(options) as address:
+        kind = _c10d.ProcessGroupGloo
+        told = kind._Options()
+        told._timeout = timedelta(seconds=options.timeout)
+        told._threads = 1
+        told._devices = [kind.create_device(hostname=address)]
+        store = TorchStore(options.store)
+        return kind(store, options.group_rank, options.group_size, told)
 
 
-def _make(name: str, options: BackendOptions, pg_options: Any, met: _Met) -> Any:
+def _make(name: str, options: BackendOptions, pg_options: Any) -> Any:
     """Make a process group of any kind that torch knows."""
     store, rank, size = TorchStore(options.store), options.group_rank, options.group_size
     timeout = timedelta(seconds=options.timeout)
     if name == "gloo":
-        return gloo_group(options, met)
+        return gloo_group(options)
     if name in _CLASSES:
         kind = getattr(_c10d, _CLASSES[name])
         told = kind.Options() if pg_options is None else pg_options
@@ -154,48 +145,34 @@ def _make(name: str, options: BackendOptions, pg_options: Any, met: _Met) -> Any
     return plugin.creator_fn(told, pg_options)
 
 
-@dataclass
-class _Met:
-    """The members of a group that is being made, once they know where each of them is."""
-
-    sites: list[reach.Site] = field(default_factory=list)
-    when: float = math.inf
-
-    def trouble(self, options: BackendOptions) -> str:
-        """Say who cannot reach whom; "" if nothing is wrong, or not known yet."""
-        if len(set(self.sites)) < 2:
-            return ""
-        return reach.diagnose(options.store, options.group_rank, self.sites, options.global_ranks)
-
-
-def _within(options: BackendOptions, make: Callable[[_Met], Any]) -> Any:
+def _within(options: BackendOptions, make: Callable[[], Any]) -> Any:
     """Make a process group in a thread: the caller can be interrupted meanwhile."""
     made: list[Any] = []
     failed: list[BaseException] = []
-    met = _Met()
 
     def run() -> None:
         try:
-            made.append(make(met))
+            made.append(make())
         except BaseException as error:
             failed.append(error)
 
-    rank = options.global_ranks[options.group_rank]
-    what = f"the making of group {options.group_id!r} on rank {rank}"
     thread = threading.Thread(target=run, name="phalanx-engine", daemon=True)
     bystanders.mark(thread).start()
-    deadline, has_looked = Deadline(options.timeout + 1), False
-    while thread.is_alive() and (left := deadline.left()) > 0:
-        thread.join(min(left, 0.5))
-        broken = bool(failed) and not isinstance(failed[0], DistError)
-        if not has_looked and (broken or time.monotonic() - met.when > _SLOW):
-            has_looked = True
-            if trouble := met.trouble(options):
-                raise DistNetworkError(f"{what}: {trouble}")
+    deadline, patience = Deadline(options.timeout + _GRACE), Deadline(math.inf)
+    while thread.is_alive() and deadline.left() > 0:
+        thread.join(min(deadline.left(), _LOOK))
+        if patience.left() == math.inf and thread.is_alive() and addresses.has_probed(options):
+            patience = Deadline(_SLOW)
+        if thread.is_alive() and (why := addresses.given_up(options, patience.left() <= 0)):
+            raise DistNetworkError(why)
+    rank = options.global_ranks[options.group_rank]
+    what = f"the making of group {options.group_id!r} on rank {rank}"
     if made:
         return made[0]
     if not failed:
-        raise DistTimeout(f"{what}: not all ranks were connected within {options.timeout:g} s")
+        text = f"{what}: not all ranks were connected within {options.timeout:g} s"
+        why = addresses.complaint(options.store, options.group_size, options.group_id)
+        raise DistTimeout(f"{text}; {why}" if why else text)
     if isinstance(failed[0], RuntimeError) and not isinstance(failed[0], DistError):
         raise DistBackendError(f"{what}: {failed[0]}") from failed[0]
     raise failed[0]

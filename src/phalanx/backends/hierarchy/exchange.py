@@ -9,10 +9,9 @@ from torch import Tensor
 
 from phalanx.backends import reduction
 from phalanx.backends.engines.calls import Call
+from phalanx.backends.hierarchy.choices import is_doubling_worth_it
 from phalanx.backends.hierarchy.crossing import Crossing, Sending
 from phalanx.types import Deadline, ReduceOp
-
-_SMALL = 64 << 10  # bytes up to which fewer messages are worth more bytes
 
 
 class Exchange:
@@ -47,7 +46,7 @@ class Exchange:
     def finish(self, deadline: Deadline) -> None:
         if self._is_pair:
             self._swap(deadline)
-        elif self._buffer.numel() * self._buffer.itemsize <= _SMALL:
+        elif is_doubling_worth_it(len(self._peers), self._buffer.numel() * self._buffer.itemsize):
             self._double(deadline)
         else:
             self._ring(deadline)
