@@ -32,7 +32,7 @@ inline nanobind::dict as_dict(const Posting& posting) {
   for (int i = 0; i < posting.ndim; ++i) shape.append(posting.shape[i]);
   nb::dict entry;
   entry["kind"] = message ? "message" : "collective";
-  entry["sequence"] = posting.sequence;
+  entry["sequence"] = posting.number();
   entry["op"] = name(posting.op);
   entry["api"] = as_str(posting.api);
   entry["dtype"] = posting.op == Op::Barrier ? "" : name(posting.dtype);

@@ -22,6 +22,7 @@ _STYLES = {
     "sleeping": "cyan",
     "in the system": "cyan",
     "waiting": "yellow",
+    "elsewhere": "dim",
     "starting": "blue",
     "joining": "blue",
     "stuck": "bold red",

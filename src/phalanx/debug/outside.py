@@ -117,11 +117,12 @@ class Rank:
     alive: bool  # its process
     state: str  # of its thread, as the system has it: R, S, D, T, ...; "" when gone
     cpu_seconds: float
+    remote: bool = False  # on another host: its process cannot be seen from here
 
     @property
     def gone(self) -> bool:
         """Its process has ended without a word."""
-        return self.presence in ("joining", "here") and not self.alive
+        return self.presence in ("joining", "here") and not self.alive and not self.remote
 
     @property
     def ended(self) -> bool:
@@ -161,7 +162,7 @@ class Job:
 
     @property
     def pids(self) -> list[int]:
-        return sorted({rank.pid for rank in self.ranks if rank.pid})
+        return sorted({rank.pid for rank in self.ranks if rank.pid and not rank.remote})
 
     @property
     def over(self) -> bool:
@@ -405,6 +406,10 @@ def _fits(board: dict[str, Any], size: int) -> bool:
 
 
 def _rank(number: int, member: dict[str, Any], threads: bool, owners: dict[int, int]) -> Rank:
+    if member["remote"]:
+        told = ("pid", "thread", "host", "presence", "signal", "ended_ns", "why", "remote")
+        known = {name: member[name] for name in told}
+        return Rank(rank=number, waits=[], alive=False, state="", cpu_seconds=0.0, **known)
     pid = owners.get(member["nonce"], member["pid"])
     process = Stat(f"/proc/{pid}")
     alive = process.alive and process.start_time == member["start_time"]

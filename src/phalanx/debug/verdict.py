@@ -127,11 +127,16 @@ def seconds_since(job: Job, then_ns: int) -> float:
 
 
 def condition(job: Job, rank: Rank) -> str:
-    """Say in a word what a rank does: "waiting", "computing", "stopped", "gone", ..."""
+    """Say in a word what a rank does: "waiting", "computing", "stopped", "gone", ...
+
+    One on another host is "elsewhere".
+    """
     if rank.gone:
         return "gone"
     if rank.presence in ("absent", "joining", "left", "failed"):
         return rank.presence
+    if rank.remote:
+        return "elsewhere"
     if wait_of(job, rank):
         return "waiting"
     return "ended" if rank.ended else _STATES.get(rank.state, rank.state)
@@ -159,6 +164,8 @@ def summary(job: Job) -> str:
 def last_deed(job: Job, rank: int) -> str:
     """Say what a rank did last, in which group and where."""
     made: tuple[Group, Operation] | None = job.last_operation(rank)
+    if job.ranks[rank].remote:
+        return f"it is on host {job.ranks[rank].host}"
     if made is None:
         return "it has made no call yet"
     group, operation = made

@@ -211,6 +211,9 @@ def _each(before: Job, now: Job, ranks: list[int]) -> str:
         if doing in ("left", "failed", "ended"):
             lines.append(f"{_title(rank)} has {doing}; {verdict.last_deed(now, number)}.")
             continue
+        if rank.remote and rank.presence == "here":
+            lines.append(f"{_title(rank)} is on another host: ask `phalanx why` there.")
+            continue
         if rank.gone or rank.presence != "here":
             lines.append(f"{_title(rank)} is {doing}.")
             continue
@@ -228,7 +231,8 @@ def _each(before: Job, now: Job, ranks: list[int]) -> str:
 
 
 def _title(rank: Rank) -> str:
-    return f"Rank {rank.rank} (pid {rank.pid})"
+    where = f" on host {rank.host}" if rank.remote else ""
+    return f"Rank {rank.rank} (pid {rank.pid}{where})"
 
 
 def _operations(job: Job) -> int:

@@ -82,6 +82,7 @@ class TorchGroup(Membership):
             op is not None
             and dtype_code(tensor) in op.codes
             and inner.transport is inner.backend
+            and self._native is not None
             and opts.timeout == _UNSET
             and not opts.asyncOp
             and not self._completer.unsettled

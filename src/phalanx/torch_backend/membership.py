@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -42,7 +42,8 @@ class Membership(theirs.ProcessGroup):  # type: ignore[misc]
         self._register_backend(_CPU, kind, refusing(inner.rank(), inner.size()))
         self._world = world
         self._inner = inner
-        self._native = cast(LocalBackend, inner.backend).engine
+        backend = inner.backend
+        self._native = backend.engine if isinstance(backend, LocalBackend) else None  # over hosts
         self._store = store
         self._name = name
         self._description = "undefined"
