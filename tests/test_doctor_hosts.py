@@ -251,6 +251,14 @@ def test_a_port_that_is_taken(capsys):
     assert f"port {port}" in capsys.readouterr().err
 
 
+def test_wrong_arguments(capsys):
+    assert cli.main(["doctor", "--hosts", "node[1-"]) == 1
+    assert "bracket" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["doctor", "--hosts", "a", "--port", "70000"])
+    assert "from 1 to 65535; got 70000" in capsys.readouterr().err
+
+
 def test_a_job_that_is_none(capsys, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
         monkeypatch.delenv(name, raising=False)

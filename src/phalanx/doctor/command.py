@@ -6,7 +6,7 @@ Every finding is good, a warning or a problem. The exit code is 1 if there is a 
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -76,11 +76,17 @@ def configure(parser: ArgumentParser) -> None:
     )
     between.add_argument("--host", metavar="NAME", help="which of them this is (found by itself)")
     between.add_argument(
-        "--port", type=int, default=29400, metavar="N", help="where they meet (29400)"
+        "--port", type=_port, default=29400, metavar="N", help="where they meet (29400)"
     )
     between.add_argument(
         "--wait", type=float, default=30.0, metavar="SECONDS", help="for all to come (30)"
     )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+        raise ArgumentTypeError(f"a port is a number from 1 to 65535; got {text}")
+    return int(text)
 
 
 def run(arguments: Namespace) -> int:

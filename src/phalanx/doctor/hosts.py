@@ -57,7 +57,10 @@ def consult(asked: str, host: str | None, port: int, wait: float) -> Iterator[Fi
         if meeting is None:  # another rank speaks for this host
             return
     else:
-        names = expand(asked)
+        try:
+            names = expand(asked)
+        except ValueError as error:
+            raise CommandError(f"--hosts: {error}") from None
         me = _which(names, host)
         try:
             meeting = _at_first(names, me, port, wait)
