@@ -19,6 +19,7 @@ import pytest
 from phalanx import cli
 from phalanx.doctor import command, memory, network, processors, proof, software
 from phalanx.doctor.findings import Check, Host, Said, examine, good
+from phalanx.stores import addresses
 
 GIB = 1 << 30
 
@@ -318,7 +319,7 @@ def test_interfaces(made: Made) -> None:
 
 def test_ports(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     assert only(network.ports(made())).grade == "good"  # real ones
-    monkeypatch.setattr(network, "address_of", lambda name: "10.0.0.7")
+    monkeypatch.setattr(addresses, "address_of", lambda name: "10.0.0.7")
 
     def connect(address: str) -> None:
         raise OSError(f"{address} is closed")

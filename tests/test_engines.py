@@ -341,7 +341,7 @@ def test_addresses():
 @pytest.mark.parametrize("who", ["other", "own"])
 def test_a_loopback_address_is_of_no_use_to_another_host(who):
     theirs, own = ("127.0.0.1", "10.0.0.1") if who == "other" else ("10.0.0.2", "127.0.0.1")
-    own, theirs = f"here\nnear\n{own}\n1", f"elsewhere\nfar\n{theirs}\n1"
+    own, theirs = f"here\nnear\n{own}\n{own}\n1", f"elsewhere\nfar\n{theirs}\n{theirs}\n1"
     with pytest.raises(dist.DistNetworkError) as caught:
         addresses._places([own, theirs], 0, [3, 5])
     expected = "rank 3 cannot reach rank 5" if who == "other" else "rank 5 cannot reach rank 3"
@@ -365,7 +365,7 @@ def test_who_cannot_reach_whom_is_told_when_connecting_fails(monkeypatch):
         port = closed.getsockname()[1]
     monkeypatch.setattr(addresses, "is_loopback", lambda address: False)
     store = HashStore()
-    store.set("address/1", f"elsewhere\nfar\n127.0.0.1\n{port}")
+    store.set("address/1", f"elsewhere\nfar\n127.0.0.1\n127.0.0.1\n{port}")
     store.set("unreachable/1", "\n  what rank 5 has to say")
 
     def connect():

@@ -79,6 +79,8 @@ def test_torch_distributed_is_not_used():
             continue
         if path.parts[-2:] == ("engines", "torch_engine.py"):  # which runs on it
             continue
+        if path.parts[-2:] == ("stores", "over_torch.py"):  # which reads the store of its agents
+            continue
         source = path.read_text()
         assert "import torch.distributed" not in source, path
         assert "from torch.distributed" not in source, path

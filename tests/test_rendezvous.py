@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.errors import DistError, DistStoreError, StoreTimeout
-from phalanx.stores import HashStore, PrefixStore, Store, TCPStore
+from phalanx.stores import HashStore, PrefixStore, Store, TCPStore, slurm
 from phalanx.stores import rendezvous as module
 from phalanx.stores.meeting import meet, private_directory
 from phalanx.stores.rendezvous import (
@@ -240,12 +240,8 @@ def test_env_is_the_default(monkeypatch):
         ({"RANK": "zero", "WORLD_SIZE": "2"}, ["RANK", "'zero'"]),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ["no launcher"]),
         (
-            {**launch("torchrun", 0, 4), "LOCAL_WORLD_SIZE": "2"},
-            ["LOCAL_WORLD_SIZE=2", "4 ranks", "tcp://"],
-        ),
-        (
             {**launch("Slurm", 0, 4), "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
-            ["SLURM_STEP_TASKS_PER_NODE=2(x2)", "MASTER_ADDR"],
+            ["4 ranks", "SLURM_STEP_TASKS_PER_NODE=2(x2)", "MASTER_ADDR", "tcp://"],
         ),
     ],
 )
@@ -254,6 +250,66 @@ def test_what_is_missing_is_named(environment, facts):
         from_environment(environment, {}, TIMEOUT)
     for fact in facts:
         assert fact in str(caught.value)
+
+
+def slurm_on_several_hosts(rank: int) -> dict[str, str]:
+    return {
+        **launch("Slurm", rank, 2),
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_NODELIST": "elsewhere[1-9]",
+        "SLURM_STEP_NODELIST": "localhost,node[07-12]",
+    }
+
+
+def test_slurm_tells_where_rank_0_is(monkeypatch):
+    port = free_port()
+    monkeypatch.setattr(module.slurm, "port", lambda environment: port)
+
+    def work(rank: int) -> object:
+        store, my_rank, size = from_environment(slurm_on_several_hosts(rank), {}, TIMEOUT)
+        assert isinstance(store, PrefixStore)
+        assert exchange(store, my_rank, size) == [b"0", b"1"]
+        return store.underlying_store
+
+    for store in all_ranks(2, work):
+        assert (store.host, store.port) == ("localhost", port)
+
+
+def test_what_is_told_by_hand_wins_over_slurm():
+    port = free_port()
+    environment = {**slurm_on_several_hosts(0), "MASTER_ADDR": "127.0.0.1"}
+    store, *_ = from_environment({**environment, "MASTER_PORT": str(port)}, {}, TIMEOUT)
+    assert (store.underlying_store.host, store.underlying_store.port) == ("127.0.0.1", port)
+
+
+def test_steps_of_slurm_have_ports_of_their_own():
+    steps = [{"SLURM_JOB_ID": job, "SLURM_STEP_ID": "3"} for job in ("17", "17_2", "4711", "18")]
+    steps += [{"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "4"}]
+    ports = [slurm.port(step) for step in steps]
+    assert len(set(ports)) == 5
+    assert all(1024 < port < 32768 for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("host0", "host0"),
+        ("a,b.example.org", "a b.example.org"),
+        ("node[01-03,7]", "node01 node02 node03 node7"),
+        ("node[8-11]", "node8 node9 node10 node11"),
+        ("node[08-10]", "node08 node09 node10"),
+        ("gpu[1,3]-ib,login,cpu[2-3]", "gpu1-ib gpu3-ib login cpu2 cpu3"),
+        ("rack[0-1]n[1-2]", "rack0n1 rack0n2 rack1n1 rack1n2"),
+    ],
+)
+def test_lists_of_hosts(text, hosts):
+    assert slurm.expand(text) == hosts.split()
+
+
+@pytest.mark.parametrize("text", ["node[1-", "node[a-b]", "node[3-1]", "node[]"])
+def test_bad_lists_of_hosts(text):
+    with pytest.raises(ValueError, match="list of hosts"):
+        slurm.expand(text)
 
 
 WORKER = """

@@ -6,7 +6,7 @@ Every finding is good, a warning or a problem. The exit code is 1 if there is a 
 from __future__ import annotations
 
 import json
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -23,6 +23,8 @@ EXAMPLES = [
     ("phalanx doctor", "all checks; the last ones start ranks"),
     ("phalanx doctor --brief", "only what is not good"),
     ("phalanx doctor --json", "the same, for programs"),
+    ("phalanx doctor --hosts a,b,c", "whether these reach each other; run it on each of them"),
+    ("srun -N 4 phalanx doctor --hosts job", "the same for the hosts of a job"),
 ]
 
 CHECKS = [
@@ -61,19 +63,50 @@ _SIGNS = {"good": ("✓", "green"), "warning": ("!", "bold yellow"), "problem": 
 def configure(parser: ArgumentParser) -> None:
     parser.add_argument("--brief", action="store_true", help="leave out what is good")
     parser.add_argument("--json", action="store_true", help="print a JSON object")
+    between = parser.add_argument_group(
+        "between hosts",
+        "Run the same command on all of them at the same time, by whatever starts programs there. "
+        "They meet on the first host, which tells of all; the others tell of themselves.",
+    )
+    between.add_argument(
+        "--hosts",
+        metavar="NAMES",
+        help="names or addresses, as in a,b or node[01-04]; job: those that a launcher has started "
+        "this program on",
+    )
+    between.add_argument("--host", metavar="NAME", help="which of them this is (found by itself)")
+    between.add_argument(
+        "--port", type=_port, default=29400, metavar="N", help="where they meet (29400)"
+    )
+    between.add_argument(
+        "--wait", type=float, default=30.0, metavar="SECONDS", help="for all to come (30)"
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 1 << 16:
+        raise ArgumentTypeError(f"a port is a number from 1 to 65535; got {text}")
+    return int(text)
 
 
 def run(arguments: Namespace) -> int:
     from phalanx.debug import looks
 
     console = None if arguments.json else looks.terminal()
+    names = [check.name for check in CHECKS]
     findings = examine(Host(), CHECKS)
+    if arguments.hosts:
+        from phalanx.doctor.hosts import consult
+        from phalanx.doctor.verdicts import NAMES
+
+        names = NAMES
+        findings = consult(arguments.hosts, arguments.host, arguments.port, arguments.wait)
     if arguments.json:
         found = list(findings)
         print(json.dumps(describe(found), indent=2))
     elif console is not None:
         with looks.tidy():
-            found = _show(console, findings, arguments.brief)
+            found = _show(console, findings, names, arguments.brief)
     else:
         found = []
         for finding in findings:
@@ -114,12 +147,13 @@ def lines(finding: Finding) -> list[str]:
     return text
 
 
-def _show(console: Console, findings: Iterable[Finding], brief: bool) -> list[Finding]:
+def _show(
+    console: Console, findings: Iterable[Finding], names: Sequence[str], brief: bool
+) -> list[Finding]:
     """Show findings as they come, in colours, and what is being looked at meanwhile."""
     from rich.table import Table
     from rich.text import Text
 
-    names = [check.name for check in CHECKS]
     found = []
     last = ""
     with console.status(f"looking at: {names[0]}") as status:

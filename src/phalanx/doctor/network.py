@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import socket
-import struct
 import time
 from collections.abc import Iterator
 
@@ -12,7 +9,6 @@ from phalanx.doctor.findings import Host, Said, good, problem, warning
 
 _SLOW = 0.5  # seconds for a name
 _UP = 1  # IFF_UP
-_SIOCGIFADDR = 0x8915
 
 
 def hostname(host: Host) -> Iterator[Said]:
@@ -75,6 +71,8 @@ def interfaces(host: Host) -> Iterator[Said]:
 
 def ports(host: Host) -> Iterator[Said]:
     """Open ports and connect to them, on the loopback and on each interface with an address."""
+    from phalanx.stores import addresses  # which brings torch
+
     try:
         host.connect("127.0.0.1")
         yield good("ports can be opened on 127.0.0.1 and reached")
@@ -85,7 +83,7 @@ def ports(host: Host) -> Iterator[Said]:
             "(sudo iptables -I INPUT -i lo -j ACCEPT)",
         )
     for folder in host.glob("/sys/class/net/*"):
-        address = None if folder.name == "lo" else address_of(folder.name)
+        address = None if folder.name == "lo" else addresses.address_of(folder.name)
         if address is None:
             continue
         try:
@@ -121,17 +119,6 @@ def leftovers(host: Host) -> Iterator[Said]:
         )
     if not found:
         yield good("no rank, size or address of another job is set")
-
-
-def address_of(interface: str) -> str | None:
-    """Return the IPv4 address of an interface, if it has one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            request = struct.pack("256s", interface.encode()[:15])
-            answer = fcntl.ioctl(any_socket.fileno(), _SIOCGIFADDR, request)
-        except OSError:
-            return None
-    return socket.inet_ntoa(answer[20:24])
 
 
 def _is_loopback(address: str) -> bool:

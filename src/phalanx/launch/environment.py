@@ -17,10 +17,10 @@ class HeldPort:
     any, and to nobody who connects; who asks for this port, with SO_REUSEADDR, can listen on it.
     """
 
-    def __init__(self) -> None:
-        self._socket = socket.socket()
+    def __init__(self, host: str = HOST) -> None:
+        self._socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._socket.bind((HOST, 0))
+        self._socket.bind((host, 0))
         self.number: int = self._socket.getsockname()[1]
 
     def close(self) -> None:

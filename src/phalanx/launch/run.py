@@ -36,6 +36,8 @@ _TORCHRUN_OPTIONS = [f"rdzv-{what}" for what in ("backend", "endpoint", "id", "c
 _TORCHRUN_OPTIONS += ["master-addr", "master-port", "local-addr", "role", "monitor-interval"]
 _TORCHRUN_OPTIONS += ["start-method", "tee", "redirects"]
 
+_ONE = "phalanx run starts ranks on this machine only; for several use torchrun, mpirun or srun"
+
 # What changes how torch is imported, or what it says then.
 _SETTING = rb"\b(environ|putenv|filterwarnings|simplefilter|load_dotenv)\b"
 # What nearly every program needs of the package before its first collective.
@@ -134,13 +136,13 @@ def _seconds(text: str) -> float:
 
 def _one_machine(text: str) -> str:
     if text not in ("1", "1:1"):
-        raise ArgumentTypeError(f"phalanx run starts ranks on this machine only; got {text}")
+        raise ArgumentTypeError(f"{_ONE}; got {text}")
     return text
 
 
 def _first_machine(text: str) -> str:
     if text != "0":
-        raise ArgumentTypeError(f"phalanx run starts ranks on this machine only; got {text}")
+        raise ArgumentTypeError(f"{_ONE}; got {text}")
     return text
 
 

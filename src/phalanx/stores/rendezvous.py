@@ -11,12 +11,13 @@ redis://host/0     a Redis or Valkey server (rediss:// with TLS); rank and size 
                    launcher's. Jobs are told apart by ?job=NAME, or by what launchers call them.
 
 With `env://`, MASTER_ADDR and MASTER_PORT are where rank 0 runs the store. They may be missing
-under an MPI launcher or Slurm if all ranks are on one machine: then they meet in a private
-directory (see `meeting`), under a name made from what identifies the job. Ranks that an MPI
-launcher has started on several machines meet as with `mpi://`, if mpi4py is there. torchrun does
-set them, but to the store of its own agent, which speaks another protocol: there too ranks meet in
-the directory, so that no second port has to be agreed on. So they do under ``phalanx run``, whose
-port is left to torch's store.
+under an MPI launcher or Slurm. If all ranks are on one machine, they then meet in a private
+directory (see `meeting`), under a name made from what identifies the job. On several machines those
+of an MPI launcher meet as with `mpi://`, if mpi4py is there, and those of Slurm on the first host
+of their step, at a port made from its number. torchrun does set the variables, but to the store of
+its own agent, which speaks another protocol: on one machine ranks meet in the directory, so that no
+second port has to be agreed on; on several, rank 0 writes into that store where its own is. Ranks
+of ``phalanx run`` meet in the directory as well: its port is left to torch's store.
 
 A process may rendezvous again and again at one place: each time is a world of its own, and all
 ranks must come the same number of times.
@@ -37,8 +38,10 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from phalanx.errors import DistError, StoreTimeout
+from phalanx.extras import install
 from phalanx.process import Stat
-from phalanx.stores import FileStore, PrefixStore, Store, TCPStore
+from phalanx.stores import FileStore, PrefixStore, Store, TCPStore, slurm
+from phalanx.stores.arrival import arrive
 from phalanx.stores.base import Timeout, seconds
 from phalanx.stores.meeting import meet
 from phalanx.stores.over_mpi import meet_over_mpi, mpi
@@ -198,20 +201,38 @@ def from_environment(
     world_size = own("world_size", launcher.size, "how many processes there are")
 
     identity = _run_identity(environment) or _torchrun_identity(environment)
-    if not identity and not {"MASTER_ADDR", "MASTER_PORT"} & environment.keys():
+    told = {"MASTER_ADDR", "MASTER_PORT"} & environment.keys()
+    if not identity and not told:
         identity = launcher.job(environment)
-    by_mpi = launcher.mpi and not given and importlib.util.find_spec("mpi4py") is not None
-    if identity and by_mpi and not _is_one_machine(environment, launcher, world_size):
-        return _met_over_mpi(timeout)
+    if identity and not _is_one_machine(environment, launcher, world_size):
+        if _torchrun_identity(environment):
+            return _met_over_torch(environment, rank, timeout), rank, world_size
+        if launcher.mpi and not given and importlib.util.find_spec("mpi4py") is not None:
+            return _met_over_mpi(timeout)
+        environment = _with_slurm_address(environment, launcher)
+        _require_address(environment, launcher, world_size)
+        identity = ()
     if identity:
-        _require_one_machine(environment, launcher, world_size)
         store = _visit(identity, rank, lambda: meet(identity, rank, world_size, seconds(timeout)))
         store.set_timeout(timeout)
     else:
+        environment = _with_slurm_address(environment, launcher)
         host = _require(environment, "MASTER_ADDR", "the host that rank 0 runs on")
         port = _require(environment, "MASTER_PORT", "a free port on that host")
-        store = _at(host, _number("MASTER_PORT", port, "env://"), rank, timeout)
+        hosts = not _is_one_machine(environment, launcher, world_size)
+        store = _at(host, _number("MASTER_PORT", port, "env://"), rank, timeout, hosts)
     return store, rank, world_size
+
+
+def _met_over_torch(environment: Mapping[str, str], rank: int, timeout: Timeout) -> Store:
+    from phalanx.stores.over_torch import meet_over_torch
+
+    host = _require(environment, "MASTER_ADDR", "the host of torchrun's first agent")
+    port = _number("MASTER_PORT", _require(environment, "MASTER_PORT", "its port"), "env://")
+    place = ("torchrun", host, port)
+    store = _visit(place, rank, lambda: meet_over_torch(host, port, rank, seconds(timeout)))
+    store.set_timeout(timeout)
+    return store
 
 
 def _mpi(url: str, timeout: Timeout = DEFAULT_TIMEOUT, **_: object) -> Rendezvous:
@@ -259,13 +280,10 @@ register_rendezvous_handler("redis", _redis)
 register_rendezvous_handler("rediss", _redis)
 
 
-def _at(host: str, port: int, rank: int, timeout: Timeout) -> Store:
+def _at(host: str, port: int, rank: int, timeout: Timeout, hosts: bool = False) -> Store:
     """Return the store at an address; rank 0 runs it."""
-
-    def arrive() -> TCPStore:
-        return TCPStore(host, port, is_master=rank == 0, timeout=timeout, multi_tenant=True)
-
-    store = _visit(("tcp", host, port), rank, arrive)
+    place = ("tcp", host, port)
+    store = _visit(place, rank, lambda: arrive(host, port, rank, seconds(timeout), hosts))
     store.set_timeout(timeout)
     return store
 
@@ -359,17 +377,22 @@ def _is_one_machine(environment: Mapping[str, str], launcher: Launcher, world_si
     return environment.get(launcher.local_size) in (None, str(world_size))
 
 
-def _require_one_machine(
-    environment: Mapping[str, str], launcher: Launcher, world_size: int
-) -> None:
-    if _is_one_machine(environment, launcher, world_size):
+def _with_slurm_address(environment: Mapping[str, str], launcher: Launcher) -> Mapping[str, str]:
+    """Add the address that Slurm's variables tell, where the environment has none."""
+    if launcher.name != "Slurm" or not (host := slurm.first_host(environment)):
+        return environment
+    return {"MASTER_ADDR": host, "MASTER_PORT": str(slurm.port(environment)), **environment}
+
+
+def _require_address(environment: Mapping[str, str], launcher: Launcher, world_size: int) -> None:
+    if "MASTER_ADDR" in environment:
         return
     local = environment[launcher.local_size]
-    master = "" if launcher.rank == "RANK" else ", or set MASTER_ADDR and MASTER_PORT"
+    more = f", or install mpi4py ({install('mpi')})" if launcher.mpi else ""
     raise ValueError(
         f"env://: of {world_size} ranks, {launcher.local_size}={local} are on this machine; ranks "
-        "on several machines need an address: give tcp://HOST:PORT, rank 0's host and a free port "
-        f"there{master}"
+        "on several machines need an address: set MASTER_ADDR and MASTER_PORT, rank 0's host and a "
+        f"free port there, or give tcp://HOST:PORT{more}"
     )
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from phalanx.backends.registry import BackendOptions
-from phalanx.errors import DistNetworkError, DistTimeout, PeerFailed, StoreTimeout
+from phalanx.errors import DistError, DistNetworkError, DistTimeout, PeerFailed, StoreTimeout
 from phalanx.stores import TCPStore
 from phalanx.stores.addresses import (
     host_address,
@@ -25,14 +25,20 @@ from phalanx.types import Deadline
 UNCONNECTED = "unconnected"  # the key of what a rank has said that gave up
 _NONE = "!"  # in place of an address: why there is none
 _PROBE_SECONDS = 3.0
+_READ_SECONDS = 3.0
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 _LOOK = 0.3  # seconds between looks at whether a rank that is waited for has failed
 
 
 class Place(NamedTuple):
-    """Where a rank is; ``port`` is a socket there that takes connections and does nothing else."""
+    """Where a rank is; ``port`` is a socket there that takes connections and does nothing else.
+
+    Ranks that see the same network reach it at ``near``, and all others at ``address``.
+    """
 
     network: str
     host: str
+    near: str
     address: str
     port: int
 
@@ -42,7 +48,7 @@ def own_address(store: Any) -> str:
 
     ``GLOO_SOCKET_IFNAME`` names another interface.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    interface = os.environ.get(_INTERFACE, "").split(",")[0]
     if interface:
         return interface_address(interface)
     store = getattr(store, "_underlying_non_prefix_store", store)
@@ -60,17 +66,25 @@ def exchanged(options: BackendOptions) -> Iterator[str]:
     store, rank, group = options.store, options.group_rank, options.group_id
     global_ranks = options.global_ranks
     try:
-        address = own_address(store)
+        near = own_address(store)
+        # A host may know the store's by its loopback, and be reached by others all the same.
+        chosen = os.environ.get(_INTERFACE, "")
+        address = host_address() if is_loopback(near) and not chosen else near
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         door = socket.create_server((address, 0), family=family, backlog=len(global_ranks))
     except (DistNetworkError, OSError) as error:
         store.set(f"address/{rank}", f"{_NONE}{error}")
+        _let_read(options)
         raise
     with door:
-        own = Place(network(), socket.gethostname(), address, door.getsockname()[1])
+        own = Place(network(), socket.gethostname(), near, address, door.getsockname()[1])
         store.set(f"address/{rank}", "\n".join(map(str, own)))
         values = gathered(options, "address")
-        places = _places(values, rank, global_ranks)
+        try:
+            places = _places(values, rank, global_ranks)
+        except DistNetworkError:
+            _let_read(options)
+            raise
         far = {i: place for i, place in enumerate(places) if place.network != own.network}
         failures = unreachable(far, _PROBE_SECONDS)
         lines = [
@@ -79,14 +93,44 @@ def exchanged(options: BackendOptions) -> Iterator[str]:
             for peer, why in failures.items()
         ]
         store.set(f"unreachable/{rank}", "".join(lines))
+        is_one = len({place.network for place in places}) == 1
         try:
-            yield address
+            yield near if is_one else address
         except RuntimeError as error:
             text = complaint(store, len(global_ranks), group)
             if not text:
                 raise
             store.set(UNCONNECTED, text)  # others may wait much longer for the same
+            _let_read(options)
             raise DistNetworkError(text) from error
+
+
+def _let_read(options: BackendOptions) -> None:
+    """Give the others time to read what is wrong: the store may end with this rank."""
+    with suppress(DistError):
+        options.store.barrier("address/read", len(options.global_ranks), _READ_SECONDS)
+
+
+def has_probed(options: BackendOptions) -> bool:
+    """Say whether this rank has tried whom it can reach."""
+    return bool(options.store.check([f"unreachable/{options.group_rank}"]))
+
+
+def given_up(options: BackendOptions, is_slow: bool) -> str:
+    """Say why connections do not come about, if some rank has given up.
+
+    What probes have found need not keep a group from being made: it takes one of two directions.
+    If ``is_slow``, it does, and this rank gives up.
+    """
+    store = options.store
+    if not store.check([UNCONNECTED]):
+        text = complaint(store, options.group_size, options.group_id) if is_slow else ""
+        if not text:
+            return ""
+        store.set(UNCONNECTED, text)
+    told: str = store.get(UNCONNECTED).decode()
+    _let_read(options)
+    return told
 
 
 def complaint(store: Any, size: int, group: str) -> str:
@@ -96,8 +140,8 @@ def complaint(store: Any, size: int, group: str) -> str:
     if not known:
         return ""
     return (
-        f"the ranks of group {group!r} cannot connect; look for a firewall, or set "
-        f"GLOO_SOCKET_IFNAME to the interface between the hosts{known}"
+        f"the ranks of group {group!r} cannot connect; look for a firewall (phalanx doctor "
+        f"--hosts), or set GLOO_SOCKET_IFNAME to the interface between the hosts{known}"
     )
 
 
@@ -108,8 +152,8 @@ def _places(values: Sequence[str], rank: int, global_ranks: Sequence[int]) -> li
         if value.startswith(_NONE):
             why = value.removeprefix(_NONE)
             raise DistNetworkError(f"rank {global_ranks[other]} cannot be reached: {why}")
-        where, host, address, port = value.split("\n")
-        places.append(Place(where, host, address, int(port)))
+        where, host, near, address, port = value.split("\n")
+        places.append(Place(where, host, near, address, int(port)))
     for other, place in enumerate(places):
         if place.network == places[rank].network:
             continue

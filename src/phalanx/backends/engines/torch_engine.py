@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -27,6 +28,7 @@ _state: Any = distributed_c10d
 
 _GRACE = 1.0  # for the thread that makes a group to say itself why it was not in time
 _LOOK = 0.5  # seconds between looks at whether others have given up
+_SLOW = 3.0  # seconds after which connections that probes have found impossible are given up
 
 _CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
 
@@ -156,11 +158,13 @@ def _within(options: BackendOptions, make: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run, name="phalanx-engine", daemon=True)
     bystanders.mark(thread).start()
-    deadline = Deadline(options.timeout + _GRACE)
+    deadline, patience = Deadline(options.timeout + _GRACE), Deadline(math.inf)
     while thread.is_alive() and deadline.left() > 0:
         thread.join(min(deadline.left(), _LOOK))
-        if thread.is_alive() and options.store.check([addresses.UNCONNECTED]):
-            raise DistNetworkError(options.store.get(addresses.UNCONNECTED).decode())
+        if patience.left() == math.inf and thread.is_alive() and addresses.has_probed(options):
+            patience = Deadline(_SLOW)
+        if thread.is_alive() and (why := addresses.given_up(options, patience.left() <= 0)):
+            raise DistNetworkError(why)
     rank = options.global_ranks[options.group_rank]
     what = f"the making of group {options.group_id!r} on rank {rank}"
     if made:
