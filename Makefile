@@ -29,6 +29,7 @@ bench: $(VENV)/bench.stamp  ## compare with Gloo, MPI and torch's threaded group
 	$(BIN)/python -m benchmarks.collectives --docs docs
 	$(BIN)/python -m benchmarks.training --docs docs
 	$(BIN)/python -m benchmarks.torch_backend --docs docs
+	$(BIN)/python -m benchmarks.testing --docs docs
 
 clean:
 	rm -rf $(VENV) build out src/phalanx/_native*.so

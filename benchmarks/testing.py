@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable
 from importlib.metadata import entry_points
 from pathlib import Path
 from statistics import median
@@ -159,9 +158,18 @@ TARGETS = {"threads": 0.05, "torch": 0.05, "processes": 0.2}
 
 
 def run(ways: list[str], rounds: int, count: int) -> dict[str, Any]:
-    """Run all tests in one session of pytest; each round begins with another way."""
+    """Run one test of each way in a session of its own, and then all in one.
+
+    There, each round begins with another way.
+    """
     order = [ways[turn % len(ways) :] + ways[: turn % len(ways)] for turn in range(rounds)]
     tests = [WAYS[way].tests(way, turn, count) for turn in range(rounds) for way in order[turn]]
+    first = [one for way in ways for one in session([WAYS[way].tests(way, 0, 1)])]
+    return {"first": first, "results": session(tests)}
+
+
+def session(tests: list[str]) -> list[dict[str, Any]]:
+    """Return what became of tests that pytest has run, in their order."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         Path(name, "conftest.py").write_text(CONFTEST)
         Path(name, "test_costs.py").write_text(PREAMBLE + "".join(tests))
@@ -179,15 +187,16 @@ def run(ways: list[str], rounds: int, count: int) -> dict[str, Any]:
         results = Path(name, "results.json")
         if not results.exists():
             raise SystemExit(f"pytest did not come to an end:\n{done.stdout}")
-        return {"results": json.loads(results.read_text())}
+        return list(json.loads(results.read_text()))
 
 
 class Times:
     """The times of the tests of one way."""
 
-    def __init__(self, way: str, results: Iterable[dict[str, Any]]) -> None:
+    def __init__(self, way: str, data: dict[str, Any]) -> None:
         self.way = way
-        own = [one for one in results if one["way"] == way]
+        (self.first,) = [one["seconds"] for one in data["first"] if one["way"] == way]
+        own = [one for one in data["results"] if one["way"] == way]
         self.error = next((one["error"] for one in own if one["error"]), None)
         last = max((one["index"] for one in own), default=0)
         # The first of a class starts its processes, and the last ends them.
@@ -196,7 +205,6 @@ class Times:
             [one["seconds"] for one in counted if one["turn"] == turn]
             for turn in sorted({one["turn"] for one in own})
         ]
-        self.first = next((one["seconds"] for one in own), 0.0)
 
     @property
     def median(self) -> float:
@@ -214,7 +222,7 @@ class Times:
 def times(data: dict[str, Any]) -> dict[str, Times]:
     """Return the times of the ways that were measured."""
     names = {one["way"] for one in data["results"]}
-    return {way: Times(way, data["results"]) for way in WAYS if way in names}
+    return {way: Times(way, data) for way in WAYS if way in names}
 
 
 def cost_table(data: dict[str, Any]) -> Table:
@@ -232,7 +240,7 @@ def cost_table(data: dict[str, Any]) -> Table:
         ]
         seconds = readable_seconds(own.median), readable_seconds(own.first)
         rows.append([name, *seconds, ", ".join(ratios) or "-"])
-    heading = ["", "a test", "the first of a session", "times faster than"]
+    heading = ["", "a test", "the only one of a session", "times faster than"]
     return f"A test on {RANKS} ranks", heading, rows
 
 
@@ -274,7 +282,8 @@ session of pytest. The ways take turns: in each of {rounds} rounds, {count} test
 the first and the last do not count (classes start and end processes there), and one of
 `MultiProcessTestCase`, where tests have nothing in common. A time is that of setting up, calling
 and tearing down as pytest tells it. A ratio is taken within each round: given are the median over
-the rounds and the middle half of them.
+the rounds and the middle half of them. A session of its own, with one test, says what the first
+test costs; importing torch is not part of that.
 
 `MultiProcContinuousTest` keeps one process group, and all that a test leaves behind, for a whole
 class. `world(4, ranks="processes")` makes a new group for each test, and gives it processes that

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "bindings_tensor.hpp"
+#include "bindings_unlocked.hpp"
 #include "copies.hpp"
 #include "kernels.hpp"
 
@@ -84,7 +85,7 @@ std::vector<double> copy_tensors(nb::handle dsts, nb::handle srcs, bool measure)
   }
   std::vector<double> squares(measure ? count : 0);
   {
-    nb::gil_scoped_release unlock;
+    Unlocked unlock;
     copy_all(transfers, measure ? squares.data() : nullptr);
   }
   return squares;

@@ -12,6 +12,7 @@
 #include "bindings_posting.hpp"
 #include "bindings_site.hpp"
 #include "bindings_tensor.hpp"
+#include "bindings_unlocked.hpp"
 #include "lane.hpp"
 #include "mailbox.hpp"
 
@@ -29,8 +30,12 @@ void check_signals() {
 // The place of this thread's next call in a batch of calls that belong together.
 thread_local uint16_t batch_part = 0, batch_parts = 0;
 
-// What this thread's calls are part of, which must be the same on all ranks; 0 for nothing.
-thread_local uint64_t larger_whole = 0;
+// What this thread's calls are part of, which must be the same on all ranks; digest 0 for nothing.
+struct Whole {
+  uint64_t digest = 0, number = 0;
+  std::string what, site;
+};
+thread_local Whole whole;
 
 // Native waits on this thread, one within the other if signal handlers call.
 thread_local int calls_under_way = 0;
@@ -74,7 +79,7 @@ class Engine {
 
   std::string ticket() const { return board_->ticket(); }
   void attend(bool creator) {
-    nb::gil_scoped_release unlock;
+    Unlocked unlock;
     board_->attend(group_.rank(), creator, site_, group_.timeout);
   }
   std::string describe(int rank) const {
@@ -106,7 +111,7 @@ class Engine {
       mailbox_->release();
       return;
     }
-    nb::gil_scoped_release unlock;
+    Unlocked unlock;
     // Called by a signal handler on top of a call that waits: that call would never end.
     if (calls_under_way > 0)
       board_->break_up(Kind::PeerFailed, "rank " + std::to_string(group_.rank()) +
@@ -297,19 +302,28 @@ class Engine {
                         "ranks with spawn)");
   }
 
+  static void set_whole(Call& call) {
+    call.detail = mix(call.detail, whole.digest);
+    call.whole_number = whole.number;
+    whole.what.copy(call.whole, sizeof call.whole - 1);
+    whole.site.copy(call.site, sizeof call.site - 1);
+  }
+
   template <class... Kept>
   nb::object issue(Call&& call, double timeout, bool async, Kept... kept) {
     check_own();
     Graveyard::empty();
-    if (group_.records) Sites::find(call.site, call.api, size_t(call.op));
+    if (whole.digest)
+      set_whole(call);
+    else if (group_.records)
+      Sites::find(call.site, call.api, size_t(call.op));
     call.timeout = timeout;
     call.part = batch_part;
     call.parts = batch_parts;
-    if (larger_whole) call.detail = mix(call.detail, larger_whole);
     if (!async) {
       bool done;
       try {
-        nb::gil_scoped_release unlock;
+        Unlocked unlock;
         UnderWay call_under_way;
         done = lane_->try_run([&] { group_.run(call); });
       } catch (...) {
@@ -342,7 +356,7 @@ class Engine {
         *shared);
     if (async) return nb::cast(pending);
     {
-      nb::gil_scoped_release unlock;
+      Unlocked unlock;
       UnderWay call_under_way;
       pending->wait(-1);
     }
@@ -361,7 +375,7 @@ class Engine {
     if (async) delivery->keep = Graveyard::keep(tensor);
     delivery->async = async;
     {
-      nb::gil_scoped_release unlock;
+      Unlocked unlock;
       UnderWay call_under_way;
       mailbox_->start(delivery, async);
       try {
@@ -414,8 +428,13 @@ void bind_engine(nb::module_& m) {
       },
       nb::arg("part"), nb::arg("parts"), "Say which of a batch this thread's next call is.");
   m.def(
-      "part_of", [](uint64_t digest) { larger_whole = digest; }, nb::arg("digest"),
-      "Say what this thread's calls are part of, until told otherwise: ranks must agree on it.");
+      "part_of",
+      [](uint64_t digest, std::string what, uint64_t number, std::string site) {
+        whole = {digest, number, std::move(what), std::move(site)};
+      },
+      nb::arg("digest"), nb::arg("what") = "", nb::arg("number") = 0, nb::arg("site") = "",
+      "Say what this thread's calls are part of, until told otherwise (0): ranks must agree on "
+      "the digest; reports name the rest.");
   m.def(
       "dtype_code",
       [](nb::handle tensor) {
@@ -442,7 +461,7 @@ void bind_engine(nb::module_& m) {
       [](size_t bytes) {
         Block* block;
         {
-          nb::gil_scoped_release unlock;
+          Unlocked unlock;
           block = new Block(Block::shared(bytes));
         }
         nb::capsule owner(block, [](void* held) noexcept { delete static_cast<Block*>(held); });
@@ -462,8 +481,7 @@ void bind_engine(nb::module_& m) {
       .def_static("create", &Roster::create, nb::arg("size"), nb::arg("threads"))
       .def("place", &Roster::place, nb::arg("rank"), nb::arg("host"), nb::arg("pid"),
            "Say that a rank is on another host; before others open the roster.")
-      .def_static("open", &Roster::open, nb::arg("ticket"),
-                  nb::call_guard<nb::gil_scoped_release>())
+      .def_static("open", &Roster::open, nb::arg("ticket"), nb::call_guard<Unlocked>())
       .def_prop_ro("ticket", &Roster::ticket)
       .def_prop_ro("threads", &Roster::threads)
       .def(
@@ -471,7 +489,7 @@ void bind_engine(nb::module_& m) {
           [](Roster& roster, int rank, double timeout) {
             roster.join(rank, Deadline::in(timeout));
           },
-          nb::arg("rank"), nb::arg("timeout"), nb::call_guard<nb::gil_scoped_release>())
+          nb::arg("rank"), nb::arg("timeout"), nb::call_guard<Unlocked>())
       .def(
           "count_threads",
           [](const Roster& roster, int rank, int by) { roster.change(rank, &Member::threads, by); },
@@ -479,7 +497,7 @@ void bind_engine(nb::module_& m) {
       .def("leave", &Roster::leave, nb::arg("rank"))
       .def("fail", &Roster::fail, nb::arg("rank"), nb::arg("why"))
       .def("obituary", &Roster::obituary, nb::arg("rank"), nb::arg("ask_system"),
-           nb::call_guard<nb::gil_scoped_release>())
+           nb::call_guard<Unlocked>())
       .def("note", &Roster::note, nb::arg("rank"), nb::arg("text"),
            "Leave a text for all ranks, of which the last 8 KiB are kept.")
       .def(
@@ -499,7 +517,7 @@ void bind_engine(nb::module_& m) {
           "wait",
           [](Pending& pending, double timeout) {
             {
-              nb::gil_scoped_release unlock;
+              Unlocked unlock;
               UnderWay call_under_way;
               pending.wait(timeout);
             }

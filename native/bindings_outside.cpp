@@ -4,6 +4,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bindings_posting.hpp"
+#include "bindings_unlocked.hpp"
 #include "outside.hpp"
 #include "report.hpp"
 
@@ -70,6 +71,7 @@ nb::dict as_dict(const RosterSeen& roster) {
   entry["members"] = as_list(roster.members, [&](const MemberSeen& member) {
     nb::dict seen = as_dict(member.heap);
     seen["presence"] = name(member.presence);
+    seen["remote"] = member.remote;
     seen["thread"] = member.thread;
     seen["host"] = as_str(member.host);
     seen["signal"] = member.signal;
@@ -135,7 +137,7 @@ void bind_outside(nb::module_& m) {
       [](const std::string& path) {
         HeapSeen seen;
         {
-          nb::gil_scoped_release unlock;
+          Unlocked unlock;
           seen = look_into(path);
         }
         nb::dict heap = as_dict(seen.address);

@@ -9,6 +9,7 @@
 #include <memory>
 #include <string_view>
 
+#include "bindings_unlocked.hpp"
 #include "store/client.hpp"
 #include "store/file.hpp"
 #include "store/heart.hpp"
@@ -82,7 +83,7 @@ nb::bytes bytes(std::string_view text) { return nb::bytes(text.data(), text.size
 std::string_view view(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
 Reply run(Store& store, Request request, double timeout) {
-  nb::gil_scoped_release release;
+  Unlocked release;
   return store.run(std::move(request), patience(timeout));
 }
 
@@ -161,22 +162,22 @@ void bind_stores(nb::module_& m) {
   nb::class_<File, Store>(m, "FileLog")
       .def("__init__",
            [](File* self, std::string path, int64_t users) {
-             nb::gil_scoped_release release;
+             Unlocked release;
              new (self) File(std::move(path), users);
            })
-      .def("close", &File::close, nb::call_guard<nb::gil_scoped_release>());
+      .def("close", &File::close, nb::call_guard<Unlocked>());
 
   nb::class_<Client, Store>(m, "StoreClient")
       .def("__init__",
            [](Client* self, std::string host, int port, std::string secret, double timeout) {
-             nb::gil_scoped_release release;
+             Unlocked release;
              new (self) Client(std::move(host), port, std::move(secret), patience(timeout));
            });
 
   nb::class_<Heart>(m, "Heart", "Raises a count in a store from time to time.")
       .def(nb::init<Store&, std::string, double>(), nb::arg("store"), nb::arg("key"),
            nb::arg("interval"), nb::keep_alive<1, 2>())
-      .def("stop", &Heart::stop, nb::call_guard<nb::gil_scoped_release>())
+      .def("stop", &Heart::stop, nb::call_guard<Unlocked>())
       .def("silence", &Heart::silence, "Return the seconds since the store last answered.");
 
   nb::class_<Server>(m, "StoreServer", nb::is_weak_referenceable())
@@ -184,7 +185,7 @@ void bind_stores(nb::module_& m) {
           "__init__",
           [](Server* self, std::string host, int port, std::string secret, int listen_fd,
              double handshake, double frame, size_t connections) {
-            nb::gil_scoped_release release;
+            Unlocked release;
             Descriptor listener =
                 listen_fd >= 0 ? adopt_listener(listen_fd) : listen_on(host, port);
             new (self)

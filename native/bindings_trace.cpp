@@ -4,6 +4,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include "bindings_unlocked.hpp"
 #include "kernels.hpp"
 #include "trace.hpp"
 
@@ -24,7 +25,7 @@ nb::list names(Enum last) {
 void bind_trace(nb::module_& m) {
   m.def("trace_start", &trace::start, nb::arg("directory"),
         "Record all operations of this process' ranks in files of this directory.");
-  m.def("trace_stop", &trace::stop, nb::call_guard<nb::gil_scoped_release>(),
+  m.def("trace_stop", &trace::stop, nb::call_guard<Unlocked>(),
         "Record no more; returns what was lost, in words.");
   m.def("trace_is_on", [] { return trace::Tap::is_open(); }, "Whether operations are recorded.");
   m.def(

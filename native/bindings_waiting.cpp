@@ -7,6 +7,7 @@
 #include <sys/time.h>
 
 #include "bindings_site.hpp"
+#include "bindings_unlocked.hpp"
 #include "deadlock.hpp"
 #include "failure.hpp"
 #include "report.hpp"
@@ -17,14 +18,6 @@ using namespace phalanx;
 namespace {
 
 PyObject* bystanders = nullptr;  // tells how many threads never take part
-
-bool is_finalizing() {
-#if PY_VERSION_HEX >= 0x030D0000
-  return Py_IsFinalizing();
-#else
-  return _Py_IsFinalizing();
-#endif
-}
 
 int count_threads() {
   // A timer's signal handler may do anything.
@@ -69,7 +62,7 @@ class Waiting {
     facts.any = any_;
     facts.blocked = !ends_by_itself(timeout_, false);
     for (int rank : needs_) facts.needs.add(rank);
-    nb::gil_scoped_release unlock;
+    Unlocked unlock;
     if (auto deadlock = waiter_->update(facts)) throw Failure(Kind::Deadlock, *deadlock);
   }
 

@@ -249,11 +249,18 @@ void Board::check_broken() const {
   if (auto failure = broken()) throw *failure;
 }
 
-void Board::check_usable(const std::string& operation) const {
-  if (auto failure = broken())
+// That time ran out concerns the collectives: messages are each for itself.
+std::optional<Failure> Board::broken_for(Op op) const {
+  auto failure = broken();
+  if (failure && failure->kind == Kind::Timeout && is_message(op)) return {};
+  return failure;
+}
+
+void Board::check_usable(Op op) const {
+  if (auto failure = broken_for(op))
     throw Failure(
         failure->kind,
-        operation + " on " + title() +
+        std::string(phalanx::name(op)) + " on " + title() +
             ": the group cannot be used any more since an earlier failure; make a new "
             "one of the ranks that are left (new_group, shrink_group). The failure was:\n" +
             failure->what());

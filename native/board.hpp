@@ -81,8 +81,9 @@ class Board {
   // counts.
   void break_up(Kind kind, const std::string& why);
   std::optional<Failure> broken() const;
-  void check_broken() const;                              // throws what broke it, if anything did
-  void check_usable(const std::string& operation) const;  // the same, for calls that come later
+  std::optional<Failure> broken_for(Op op) const;  // if that keeps such an operation from ending
+  void check_broken() const;                       // throws what broke it, if anything did
+  void check_usable(Op op) const;                  // the same, for calls that come later
 
   // Memory that all ranks of the group can reach, and how to name and find it.
   Block allocate(size_t bytes) const {

@@ -40,7 +40,7 @@ Group::~Group() {
 }
 
 void Group::run(Call& call) {
-  board_->check_usable(phalanx::name(call.op));
+  board_->check_usable(call.op);
   const auto start = Clock::now();
   size_t item = item_size(call.dtype);
 
@@ -87,6 +87,8 @@ void Group::run(Call& call) {
   posting.parts = call.parts;
   std::memcpy(posting.site, call.site, sizeof posting.site);
   std::memcpy(posting.api, call.api, sizeof posting.api);
+  std::memcpy(posting.whole, call.whole, sizeof posting.whole);
+  posting.whole_number = call.whole_number;
   if (trace::Tap::is_open())
     passage.event =
         tap_.begin(posting, bytes_of(call), call.issued_ns,
@@ -258,8 +260,7 @@ bool Group::agreed() const {
 }
 
 std::string Group::headline(const Passage& passage) const {
-  return std::string(phalanx::name(passage.call.op)) + " #" + std::to_string(passage.sequence) +
-         board_->caption(rank_, passage.call.site);
+  return passage.posting.title() + board_->caption(rank_, passage.call.site);
 }
 
 void Group::look(Passage& passage, bool costly) {
@@ -299,8 +300,10 @@ void Group::look(Passage& passage, bool costly) {
 // Whether the wait has any hope.
 void Group::judge(Passage& passage, std::span<const int> missing, WaitFacts& facts) {
   for (int rank : missing) facts.needs.add(board_->world_rank(rank));
+  // A step of a larger operation is told how much time is left of that: it is not the user's wish.
+  const bool has_own_timeout = passage.call.timeout >= 0 && !passage.call.whole[0];
   facts.blocked =
-      passage.meeting && !missing.empty() && !ends_by_itself(timeout, passage.call.timeout >= 0);
+      passage.meeting && !missing.empty() && !ends_by_itself(timeout, has_own_timeout);
   auto verdict = passage.waiter.update(facts);
   if (passage.meeting) check_deadlock(passage, verdict);
   if (!passage.deadline.passed()) return;
@@ -356,7 +359,7 @@ void Group::throw_given_up(Passage& passage) {
   ahead_ = true;
   passage.call.lent = false;
   std::string who;
-  Op given_up = passage.call.op;
+  std::string given_up = passage.posting.title();
   Progress how = Progress::TimedOut;
   for (int rank = 0; rank < size(); ++rank) {
     const Posting posting = Posting::glance(board_->posting(rank, passage.sequence));
@@ -364,7 +367,7 @@ void Group::throw_given_up(Passage& passage) {
                          posting.progress == Progress::Deadlock ||
                          posting.progress == Progress::Interrupted;
     if (rank == rank_ || posting.sequence != passage.sequence || !gave_up) continue;
-    given_up = posting.op;
+    given_up = posting.title();
     how = posting.progress;
     who += "\n  rank " + std::to_string(board_->world_rank(rank)) + " " + describe_posting(posting);
   }
@@ -382,8 +385,7 @@ void Group::throw_given_up(Passage& passage) {
                                        : "\n  not arrived: " + board_->world_ranks(missing) +
                                              describe_absent(*board_, missing);
   passage.titled = true;
-  throw Failure(kind, std::string(phalanx::name(given_up)) + " #" +
-                          std::to_string(passage.sequence) + " on " + board_->title() +
+  throw Failure(kind, given_up + " on " + board_->title() +
                           " was given up; rank " + std::to_string(board_->world_rank(rank_)) +
                           " is in " + passage.posting.describe() + " at " + passage.call.site +
                           who + absent + (whole ? "\nthe group can still be used" : ""));

@@ -46,6 +46,8 @@ struct Call {
   std::shared_ptr<std::atomic<int64_t>> awaited_ns;  // and when its user began to wait for it
   char site[80] = {};
   char api[24] = {};
+  char whole[72] = {};  // as a Posting has them
+  uint64_t whole_number = 0;
 
   // Dense stand-ins for strided tensors and copies of overlapping ones. Once a call has lent memory
   // to the others, they and the tensors must outlive it even if it fails: `lent` tells.

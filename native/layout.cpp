@@ -35,7 +35,15 @@ uint64_t Posting::digest() const {
   return mix(hash, detail);
 }
 
+std::string Posting::kind() const {
+  const std::string_view text(whole);
+  return std::string(text.empty() ? name(op) : text.substr(0, text.find('(')));
+}
+
+std::string Posting::title() const { return kind() + " #" + std::to_string(number()); }
+
 std::string Posting::describe() const {
+  if (whole[0]) return whole;
   std::string text = std::string(name(op)) + "(";
   if (op != Op::Barrier) {
     text += std::string(phalanx::name(dtype)) + "[";

@@ -75,11 +75,17 @@ struct Posting {
   int64_t posted_ns, finished_ns;
   char site[80];  // "train.py:88 in step"
   char api[24];   // the public function that was called, where the operation is only a part of it
+  // Of what larger operation, over hosts, this is a step: as it is described there, and its number.
+  char whole[72];
+  uint64_t whole_number;
 
   // What every rank must have posted alike: equal digests mean equal operations. Where ranks may
   // rightly bring different shapes, `detail` stands for what they must agree on instead.
   uint64_t digest() const;
   std::string describe() const;  // "all_reduce(float32[1024], SUM)"
+  std::string kind() const;      // "all_reduce"
+  std::string title() const;     // "all_reduce #7"
+  uint64_t number() const { return whole[0] ? whole_number : sequence; }
 
   void reach(Progress how, int64_t now) {
     std::atomic_ref(finished_ns).store(now, std::memory_order_relaxed);

@@ -135,7 +135,7 @@ void Mailbox::count_outbox(int by) {
 }
 
 void Mailbox::start(const std::shared_ptr<Delivery>& delivery, bool linger) {
-  board_->check_usable(phalanx::name(delivery->op));
+  board_->check_usable(delivery->op);
   size_t bytes = delivery->bytes();
   bool strided = delivery->view.layout != nullptr;
   if (strided) delivery->dense.reset(new std::byte[std::max<size_t>(bytes, 1)]);
@@ -254,7 +254,7 @@ void Mailbox::progress() {
 
 // Fail what can no longer come to an end.
 void Mailbox::inspect(bool costly) {
-  auto broken = board_->broken();
+  auto broken = board_->broken_for(Op::Recv);
   std::vector<std::string> ends(board_->size());
   int others_gone = 0;
   for (int peer = 0; peer < board_->size(); ++peer) {

@@ -115,6 +115,7 @@ bool make_sound(WaitFacts& facts) {
 
 MemberSeen see(const Member& member) {
   MemberSeen seen{member.presence,
+                  member.remote,
                   member.heap,
                   member.thread,
                   member.signal,

@@ -14,6 +14,7 @@ namespace phalanx {
 
 struct MemberSeen {
   Presence presence;
+  bool remote;
   HeapAddress heap;
   int32_t thread, signal;
   int64_t ended_ns;

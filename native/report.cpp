@@ -125,8 +125,8 @@ std::string likely_reason(const Board& board, std::vector<Party> parties) {
   if (is_behind(board, most, few))
     return who + (one ? " is" : " are") + " one call ahead: " + most.site +
            " was called once less than on the other ranks (look at how often that loop runs)";
-  if (a.op != b.op || most.site != few.site) {
-    if (a.op == b.op && most.what == few.what) return who + " came from another line: " + sites;
+  if (a.kind() != b.kind() || most.site != few.site) {
+    if (a.kind() == b.kind() && most.what == few.what) return who + " came from another line: " + sites;
     return who + " took another branch: " + sites +
            "; all ranks of a group must make the same calls in the same order (look for a "
            "condition on the rank or on data that differs)";
@@ -195,7 +195,7 @@ std::string rank_list(std::span<const int> ranks) {
 
 std::string describe_posting(const Posting& posting) {
   std::string text =
-      posting.describe() + " #" + std::to_string(posting.sequence) + " at " + posting.site;
+      posting.describe() + " #" + std::to_string(posting.number()) + " at " + posting.site;
   if (!posting.finished_ns) return text + ", for " + ago(posting.posted_ns);
   text += std::string(", ") + name(posting.progress);
   if (posting.progress == Progress::TimedOut)
@@ -209,7 +209,7 @@ std::string mismatch_report(const Board& board, uint64_t sequence) {
   for (auto& party : parties) table.add({board.world_ranks(party.ranks), party.what, party.site});
   std::string reason = misfit(board, sequence);
   if (reason.empty()) reason = likely_reason(board, parties);
-  return std::string(name(board.posting(0, sequence).op)) + " #" + std::to_string(sequence) +
+  return board.posting(0, sequence).title() +
          " on " + board.title() + " does not match across ranks" + table.text() + "\n" + reason +
          "\nno tensor was changed";
 }

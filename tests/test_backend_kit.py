@@ -66,6 +66,28 @@ class ForgetsToReduce(MemoryBackend):
         return self.barrier(**options)
 
 
+@breaks(collectives.all_reduce, collectives.all_reduce_of_the_same_bits)
+class RoundsOnItsWay(MemoryBackend):
+    """Is near enough for a backend that sums in any order, but not the same on all ranks."""
+
+    def all_reduce(self, tensor, op, squares=None, **options):
+        work = super().all_reduce(tensor, op, squares, **options)
+        if self.rank == 1 and tensor.dtype == torch.float32:
+            tensor.copy_(torch.nextafter(tensor, torch.full_like(tensor, 100.0)))
+        return work
+
+
+@breaks(collectives.all_reduce)
+class FarOff(MemoryBackend):
+    in_rank_order = False
+
+    def all_reduce(self, tensor, op, squares=None, **options):
+        work = super().all_reduce(tensor, op, squares, **options)
+        if tensor.dtype == torch.float32:
+            tensor.mul_(1.001)
+        return work
+
+
 @breaks(collectives.all_reduce)
 class TakesAllOpsForSums(MemoryBackend):
     def all_reduce(self, tensor, op, squares=None, **options):

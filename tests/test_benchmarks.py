@@ -308,3 +308,55 @@ def test_a_target_is_judged_by_its_worst_cell(benchmark, times, ratio):
     target = next(one for one in targets.TARGETS if one.other == "mpi" and one.covers(1 << 20))
     verdict = target.verdict(Results(numbers(**times)))
     assert (verdict.ratio if verdict else None) == ratio
+
+
+def test_tests_on_ranks_are_measured_and_written_up(tmp_path):
+    out = tmp_path / "numbers.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.testing", "--ways", "threads,threaded"),
+            *("--rounds", "2", "--tests", "3", "--out", str(out), "--docs", str(tmp_path)),
+        ],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())["results"]
+    assert [one["way"] for one in found] == ["threads"] * 3 + ["threaded"] * 6 + ["threads"] * 3
+    assert {one["error"] for one in found} == {None}
+    assert all(one["seconds"] > 0 for one in found)
+    document = (tmp_path / "testing-benchmarks.md").read_text()
+    assert "MultiThreadedTestCase |" in document
+
+
+def test_the_first_and_the_last_test_of_a_round_do_not_count(benchmark):
+    testing = benchmark("testing")
+    seconds = {"processes": [9, 0.1, 0.3, 9], "new": [4], "continuous": [9, 0.05, 0.05, 9]}
+    data = {
+        "first": [{"way": way, "seconds": 9} for way in seconds],
+        "results": [
+            {"way": way, "turn": turn, "index": index, "seconds": value, "error": None}
+            for turn in range(2)
+            for way, values in seconds.items()
+            for index, value in enumerate(values)
+        ],
+    }
+    rows = {row[0].strip("`"): row[1:] for row in testing.cost_table(data)[2]}
+    assert rows['world(4, ranks="processes")'][:2] == ["200 ms", "9.00 s"]
+    assert rows["MultiProcessTestCase"][0] == "4.00 s"
+    ratios = rows['world(4, ranks="processes")'][2]
+    assert "20x (20x - 20x) MultiProcessTestCase" in ratios
+    assert "0.25x (0.25x - 0.25x) MultiProcContinuousTest" in ratios
+    outcomes = {row[0]: row[2:] for row in testing.target_table(data)[2]}
+    assert outcomes['world(4, ranks="processes")'] == ["200 ms", "missed"]
+    assert outcomes["world(4)"] == ["not measured", ""]
+
+
+def test_a_way_to_test_that_fails_is_said(benchmark):
+    testing = benchmark("testing")
+    entry = {"way": "threads", "turn": 0, "index": 1, "seconds": 1.0, "error": "E\nno plugin"}
+    data = {"first": [entry], "results": [entry]}
+    assert testing.failures(data) == ["world(4): no plugin"]
+    assert testing.target_table(data)[2][0][2:] == ["failed", "missed"]

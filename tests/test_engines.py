@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -159,7 +160,7 @@ def test_a_message_of_another_size_is_refused_and_the_next_one_is_not():
     assert "has 80000 bytes" in many
 
 
-def test_running_out_of_time_in_a_collective_ends_the_group():
+def test_running_out_of_time_in_a_collective_ends_the_collectives_of_a_group():
     late = threading.Event()
 
     def body():
@@ -168,13 +169,13 @@ def test_running_out_of_time_in_a_collective_ends_the_group():
             late.wait(30)
             with suppress(dist.DistBackendError):  # what rank 0 gave to it may have come
                 dist.all_reduce(torch.ones(1), group=group)
-            with pytest.raises(dist.DistBackendError, match="rank 0 has ended the group"):
+            with pytest.raises(dist.DistBackendError, match="rank 0 is out of step"):
                 dist.all_reduce(torch.ones(1), group=group)
         else:
-            with pytest.raises(dist.DistTimeout, match=r"waiting for rank 1.* 0.2 s.*cannot be"):
+            with pytest.raises(dist.DistTimeout, match=r"waiting for rank 1.* 0.2 s.*any more"):
                 dist.all_reduce(torch.ones(1), group=group)
             late.set()
-            with pytest.raises(dist.DistBackendError, match="was ended"):
+            with pytest.raises(dist.DistBackendError, match="no collectives any more"):
                 dist.all_reduce(torch.ones(1), group=group)
         dist.barrier()  # other groups go on
 
@@ -232,11 +233,28 @@ def test_a_waiting_rank_can_be_interrupted():
 def test_a_group_that_not_all_make_names_who_is_missing():
     with world.bind(world.Slot()):
         backend = options(0, 3, HashStore(), timeout=0.1, global_ranks=[0, 4, 7])
-        backend.store.set("address/1", "")
+        backend.store.set("address/1", "here")
         from phalanx.backends.engines import torch_engine
 
         with pytest.raises(dist.DistTimeout, match="rank 7 did not call"):
             torch_engine.create_gloo(backend)
+
+
+def test_a_group_is_not_waited_for_with_a_rank_that_has_failed():
+    failing = threading.Event()
+
+    def body():
+        if dist.get_rank() == 1:
+            dist.recv(torch.ones(1), 0)
+            world.current_slot().fail("has had enough")
+            failing.set()
+            return
+        dist.send(torch.ones(1), 1)
+        failing.wait(30)
+        with pytest.raises(dist.PeerFailed, match=r"making of group .*: rank 1 has had enough"):
+            dist.new_group(timeout=60)
+
+    on_gloo(body, 2)
 
 
 # Labels: what the hierarchy, and collectives, put beside a message
@@ -322,14 +340,42 @@ def test_addresses():
 
 @pytest.mark.parametrize("who", ["other", "own"])
 def test_a_loopback_address_is_of_no_use_to_another_host(who):
-    store = HashStore()
     theirs, own = ("127.0.0.1", "10.0.0.1") if who == "other" else ("10.0.0.2", "127.0.0.1")
-    store.set("address/1", f"another network\nfar\n{theirs}")
+    own, theirs = f"here\nnear\n{own}\n1", f"elsewhere\nfar\n{theirs}\n1"
     with pytest.raises(dist.DistNetworkError) as caught:
-        addresses.exchange(store, 0, [3, 5], own, "some", 1)
+        addresses._places([own, theirs], 0, [3, 5])
     expected = "rank 3 cannot reach rank 5" if who == "other" else "rank 5 cannot reach rank 3"
     assert expected in str(caught.value)
     assert "GLOO_SOCKET_IFNAME" in str(caught.value)
+
+
+def test_an_interface_that_is_not_there_is_told_to_all(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
+    store = HashStore()
+    for rank in (0, 1):
+        with pytest.raises(dist.DistNetworkError, match=r"'nowhere0' .*interfaces: .*lo"):
+            addresses.exchanged(options(rank, 2, store, timeout=1)).__enter__()
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert addresses.own_address(store) == "127.0.0.1"
+
+
+def test_who_cannot_reach_whom_is_told_when_connecting_fails(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    monkeypatch.setattr(addresses, "is_loopback", lambda address: False)
+    store = HashStore()
+    store.set("address/1", f"elsewhere\nfar\n127.0.0.1\n{port}")
+    store.set("unreachable/1", "\n  what rank 5 has to say")
+
+    def connect():
+        with addresses.exchanged(options(0, 2, store, timeout=1, global_ranks=[3, 5])):
+            raise RuntimeError("no")
+
+    with pytest.raises(dist.DistNetworkError, match="what rank 5 has to say") as caught:
+        connect()
+    assert "rank 3 on host" in str(caught.value)
+    assert "cannot reach rank 5 on host 'far' at 127.0.0.1: Connection refused" in str(caught.value)
 
 
 # Devices

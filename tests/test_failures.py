@@ -446,3 +446,27 @@ def test_an_uncaught_exception_is_told_to_the_others(tmp_path: Path) -> None:
     told = [rank.communicate(timeout=60)[0] for rank in ranks]
     assert "rank 1" in told[0]
     assert "ValueError: bad batch" in told[0]
+
+
+def test_a_thread_that_still_waits_when_python_ends_does_no_harm() -> None:
+    code = """
+import threading, time
+import phalanx as dist
+
+class Slow:  # keeps the end of the interpreter waiting for longer than the thread
+    def __del__(self, sleep=time.sleep):
+        sleep(0.6)
+
+def wait():
+    try:
+        dist.HashStore().wait(["never"], 0.2)
+    except dist.StoreTimeout:
+        pass
+
+kept = Slow()
+thread = threading.Thread(target=wait, daemon=True)
+thread.start()
+time.sleep(0.05)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ended.returncode, ended.stderr) == (0, "")

@@ -9,7 +9,10 @@ import threading
 import numpy as np
 import pytest
 import torch
+import torch.distributed
+import torch.distributed._functional_collectives as fc
 from torch import nn
+from torch_ranks import run_torch
 
 import phalanx as dist
 from phalanx import logs
@@ -31,6 +34,7 @@ def detail(monkeypatch):
     monkeypatch.setenv("PHALANX_DEBUG", "DETAIL")
     yield
     assert not in_flight._flights
+    assert "tolist" not in vars(torch.Tensor)
     logs.show(None)
 
 
@@ -96,6 +100,7 @@ TOUCHES = {
     "add": lambda x: x + 1,
     "view": lambda x: x[3:5].sum(),
     "item": lambda x: x[0].item(),
+    "tolist": lambda x: x[:3].tolist(),
     "bool": lambda x: bool(x[0] > 0),
     "print": str,
     "clone": lambda x: x.clone(),
@@ -309,7 +314,7 @@ def test_in_threads_that_a_thread_rank_starts(detail):
 def on_two_groups():
     x, other = torch.ones(4), dist.new_group([0, 1])
     work = dist.all_reduce(x, async_op=True)
-    told = [refused(dist.all_reduce, x, dist.ReduceOp.SUM, other)]
+    told = [refused(dist.all_reduce, x, dist.ReduceOp.SUM, other) for _ in range(2)][1:]
     told.append(refused(dist.isend, x[1:], 1 - dist.get_rank()))
     dist.all_reduce(x)  # on the same group they have an order
     work.wait()
@@ -431,6 +436,53 @@ def test_a_thread_is_no_longer_looked_at_when_the_level_falls(detail):
         work.wait()
     finally:
         dist.destroy_process_group()
+
+
+def through_torch():
+    """Touch tensors of torch's works; then let torch's own code have works in flight."""
+    torch_dist = torch.distributed
+    x = torch.ones(8)
+    work = torch_dist.all_reduce(x, async_op=True)
+    told = [refused(x.sum)]
+    work.wait()
+    x.sum()
+    outputs = torch.zeros(16)
+    work = torch_dist.all_gather_into_tensor(outputs, x, async_op=True)
+    x.sum()
+    told += [refused(x.zero_), refused(outputs.sum)]
+    future = work.get_future()
+    future.wait()
+    outputs.sum()
+    gathered = fc.all_gather_tensor(x, 0, torch_dist.group.WORLD)
+    assert gathered.sum() == 32
+    assert fc.all_reduce(x, "sum", torch_dist.group.WORLD)[1:].sum() == 28
+    model = nn.parallel.DistributedDataParallel(nn.Linear(8, 8), bucket_cap_mb=0.0001)
+    for _ in range(2):
+        model(x).sum().backward()
+    return told
+
+
+def test_works_of_torch_distributed_are_looked_after(detail):
+    for rank, told in enumerate(run_torch(through_torch, 2)):
+        assert told[0].startswith(f"rank {rank} reads a tensor that all_reduce #")
+        assert f"rank {rank} writes a tensor that all_gather" in told[1]
+        assert "still reads" in told[1]
+        assert "still writes" in told[2]
+        for text in told:  # the lines are the program's, not torch's
+            assert text.count("test_in_flight.py:") == 2, text
+
+
+def test_compiled_code_is_left_alone(detail):
+    def body():
+        x, other = torch.ones(8), torch.ones(8)
+        double = torch.compile(lambda t: t * 2 + 1, backend="eager")
+        listed = torch.compile(lambda t: t.tolist(), backend="eager")
+        work = dist.all_reduce(x, async_op=True)
+        found = listed(double(other))
+        work.wait()
+        return found, double(x).tolist()
+
+    assert run_ranks(body, 2) == [([3.0] * 8, [5.0] * 8)] * 2
 
 
 def test_training_is_not_disturbed(detail):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from torch_ranks import run_torch
 
 import phalanx as dist
 from phalanx.backends import local
@@ -25,6 +26,15 @@ def test_contract_on_threads() -> None:
 def _contract() -> None:
     check_group(dist.group.WORLD.transport)
     check_endings(lambda: dist.new_group().transport)
+
+
+def _contract_in_a_world_of_torch_s() -> None:
+    check_group(dist.group.WORLD.transport)
+    check_endings(lambda: dist.new_group().transport)
+
+
+def test_contract_in_a_world_of_torch_s() -> None:
+    run_torch(_contract_in_a_world_of_torch_s, 2)
 
 
 @pytest.mark.parametrize("size", [2, 3])

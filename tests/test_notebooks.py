@@ -192,6 +192,20 @@ def test_a_progress_bar_is_seen_while_it_advances(notebook: Notebook) -> None:
     assert cell.lines("stderr") == ["[rank 0] 50%meanwhile", "[rank 0] 100%"]
 
 
+def test_programs_of_torch_are_labelled_too(notebook: Notebook) -> None:
+    cell = notebook.run(
+        "import torch.distributed\n"
+        "from phalanx.testing import torch_world\n"
+        "def work():\n"
+        "    x = torch.ones(1)\n"
+        "    torch.distributed.all_reduce(x)\n"
+        "    print('sum', int(x))\n"
+        "torch_world(2).run(work)"
+    )
+    assert (cell.value, cell.error) == ("[None, None]", "")
+    assert sorted(cell.lines()) == ["[rank 0] sum 2", "[rank 1] sum 2"]
+
+
 def test_as_torch_calls_it(notebook: Notebook) -> None:
     cell = notebook.run(
         "def work(rank, offset):\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -150,7 +151,6 @@ class TestSizes:
         ("2, torch=1", "torch*got 1"),
         ("2, interleavings=-1", "interleavings*got -1"),
         ("2, interleavings=3, ranks='processes'", "interleavings needs ranks='threads'"),
-        ("2, interleavings=3, torch=True", "interleavings and torch=True do not go together"),
     ],
 )
 def test_a_wrong_mark_is_an_error_at_collection(pytester, arguments, fact):
@@ -435,6 +435,33 @@ def test_the_plugin_does_not_import_torch():
     code = "import sys, phalanx.testing.plugin; print('torch' in sys.modules)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout == "False\n"
+
+
+def test_an_interrupt_ends_all_ranks(pytester, monkeypatch):
+    result = run_apart(
+        pytester,
+        monkeypatch,
+        """
+import os, signal
+
+all_here = threading.Barrier(3)
+
+@pytest.mark.world(3)
+def test_it(rank):
+    try:
+        all_here.wait()
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+        while True:
+            threading.Event().wait(0.001)
+    finally:
+        os.write(2, b"ended %d;" % rank)
+""",
+        "-s",
+    )
+    assert result.ret == pytest.ExitCode.INTERRUPTED
+    assert sorted(re.findall(r"ended \d", result.stderr.str())) == ["ended 0", "ended 1", "ended 2"]
+    result.stdout.fnmatch_lines("*KeyboardInterrupt*")
 
 
 def test_with_other_plugins(pytester, monkeypatch):

@@ -16,6 +16,7 @@ STOPS = """
 def test_it(rank):
     value = 40 + rank
     print("said by", rank)
+    dist.barrier()
     if rank in {ranks}:
         breakpoint()
     dist.barrier()

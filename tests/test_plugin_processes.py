@@ -336,6 +336,37 @@ def test_returns():
     result.stdout.fnmatch_lines(["*test_returns returned a value on a rank*"])
 
 
+def test_bodies_may_use_torch_distributed(pytester):
+    source = """
+import torch.distributed
+
+@pytest.mark.world(2, ranks="processes", torch=True)
+def test_torch(rank):
+    assert torch.distributed.get_backend() == "phalanx"
+    tensor = torch.tensor([rank + 1])
+    torch.distributed.all_reduce(tensor)
+    assert tensor.item() == 3
+
+@pytest.mark.world(2, ranks="processes", torch=True, backend="gloo")
+def test_gloo():
+    assert torch.distributed.get_backend() == "gloo"
+    torch.distributed.barrier()
+
+@pytest.mark.world(2, ranks="processes", torch=True)
+def test_fails(rank):
+    assert rank == 0
+    torch.distributed.barrier()
+
+@pytest.mark.world(2, ranks="processes")
+def test_after():
+    assert not torch.distributed.is_initialized()
+    dist.barrier()
+"""
+    result = run(pytester, source)
+    result.assert_outcomes(passed=3, failed=1)
+    result.stdout.fnmatch_lines(["*raised by rank 1 of 2"])
+
+
 def test_lines_are_labelled_where_nothing_is_captured(pytester, monkeypatch):
     result = run_apart(
         pytester,
@@ -415,6 +446,37 @@ def test_quitting_pdb_ends_the_session(pytester, monkeypatch):
     result.stdout.fnmatch_lines(["*Quitting debugger*"])
     result = run_apart(pytester, monkeypatch, DEBUGGED, "-k", "stops", stdin=b"q\n")
     result.stdout.fnmatch_lines(["*Quitting debugger*"])
+
+
+def test_a_body_can_be_followed_from_its_first_line(pytester, monkeypatch):
+    commands = b"next\np value * 1000\nc\n"
+    options = "--trace", "-k", "stops_together"
+    source = DEBUGGED.replace("dist.breakpoint(1)", "")
+    result = run_apart(pytester, monkeypatch, source, *options, stdin=commands)
+    result.assert_outcomes(passed=1)
+    result.stdout.fnmatch_lines(["-> value = rank + 70", "(rank 0) 70000"])
+
+
+def test_another_limit_is_told_with_where_ranks_stand(pytester):
+    source = """
+import time
+
+@pytest.mark.world(2, ranks="processes")
+def test_warms_up(): pass
+
+@pytest.mark.timeout(0.5)
+@pytest.mark.world(2, ranks="processes")
+def test_hangs(rank):
+    if rank == 1:
+        time.sleep(600)
+
+@pytest.mark.world(2, ranks="processes")
+def test_goes_on(): pass
+"""
+    result = run(pytester, source)
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["rank 1:", '*test_one.py", line * in test_hangs'])
+    assert "rank 0:" not in result.outlines
 
 
 def test_xdist_workers_have_a_pool_each(pytester, monkeypatch):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +16,7 @@ import textwrap
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +134,12 @@ def change_settings() -> None:
     sys.argv.append("left")
     sys.stdout = None  # type: ignore[assignment]
     sys.setrecursionlimit(5000)
+    gc.disable()
+    socket.setdefaulttimeout(3)
+    threading.setprofile(print)
+    threading.stack_size(1 << 20)
+    torch.set_printoptions(precision=1)
+    torch.backends.mkldnn.enabled = False
     logging.basicConfig(level=logging.ERROR, force=True, handlers=[logging.NullHandler()])
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("error")
@@ -163,6 +172,11 @@ def settings() -> dict[str, Any]:
         "arguments": sys.argv[:],
         "stdout": sys.stdout is None,
         "recursion": sys.getrecursionlimit(),
+        "gc": gc.isenabled(),
+        "sockets": socket.getdefaulttimeout(),
+        "of threads": (threading.getprofile(), threading.stack_size()),
+        "printing": torch._tensor_str.PRINT_OPTS.precision,
+        "mkldnn": torch.backends.mkldnn.enabled,
         "logging": (logging.root.level, logging.root.manager.disable, len(logging.root.handlers)),
         "warnings": [str(each) for each in warnings.filters],
         "signals": {int(each): _named(signal.getsignal(each)) for each in signal.valid_signals()},
@@ -372,7 +386,7 @@ def pid():
     return os.getpid()
 
 def stay():
-    print(os.getpid(), flush=True)
+    os.write(1, b"%d\\n" % os.getpid())  # at once: two lines must not mix
     time.sleep(600)
 
 if __name__ == "__main__":
@@ -385,13 +399,19 @@ if __name__ == "__main__":
 """
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A directory whose name leaves room for that of a socket in it."""
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
 @pytest.mark.parametrize("how", ["exit", "idle", "running"])
-def test_processes_end_with_their_owner(tmp_path: Path, how: str) -> None:
+def test_processes_end_with_their_owner(tmp_path: Path, how: str, short_path: Path) -> None:
     """It exits without closing the pool, or it is killed while the pool is idle or runs."""
     script = tmp_path / "owner.py"
     script.write_text(textwrap.dedent(OWNER))
-    files = tmp_path / "files"
-    files.mkdir()
+    files = short_path
     memory = set(os.listdir("/dev/shm"))
     owner = subprocess.Popen(
         [sys.executable, script, how],

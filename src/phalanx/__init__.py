@@ -68,6 +68,7 @@ if TYPE_CHECKING:
         set_debug_level_from_env,
     )
     from phalanx.errors import (
+        BufferInUse,
         CollectiveMismatch,
         Deadlock,
         DistBackendError,
@@ -142,6 +143,7 @@ __all__ = [
     "Backend",
     "BackendConfig",
     "BackendOptions",
+    "BufferInUse",
     "BuiltinCommHookType",
     "CollectiveMismatch",
     "Deadlock",
@@ -289,7 +291,7 @@ _NAMES = {
     "debug.breakpoints": "breakpoint",
     "debug.levels": "DebugLevel get_debug_level set_debug_level set_debug_level_from_env",
     "errors": (
-        "CollectiveMismatch Deadlock DistBackendError DistError DistNetworkError "
+        "BufferInUse CollectiveMismatch Deadlock DistBackendError DistError DistNetworkError "
         "DistQueueEmptyError DistStoreError DistTimeout PeerFailed "
         "QueueEmptyError=DistQueueEmptyError StoreTimeout"
     ),

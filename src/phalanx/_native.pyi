@@ -73,8 +73,11 @@ def configure(tensor: type[Tensor], packages: list[str]) -> None:
 def batch(part: int, parts: int) -> None:
     """Say which of a batch this thread's next call is."""
 
-def part_of(digest: int) -> None:
-    """Say what this thread's calls are part of, until told otherwise: ranks must agree on it."""
+def part_of(digest: int, what: str = "", number: int = 0, site: str = "") -> None:
+    """Say what this thread's calls are part of, until told otherwise (0).
+
+    Ranks must agree on the digest; reports name the rest.
+    """
 
 def set_bystanders(count: Callable[[], int]) -> None:
     """Set the function that counts the threads that never act for a rank."""

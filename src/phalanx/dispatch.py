@@ -62,6 +62,10 @@ class Key:
         """Say whether the calling thread sees the kernels."""
         return bool(torch._C._dispatch_tls_is_dispatch_key_included(self._key))
 
+    def is_seen(self) -> bool:
+        """Say whether the calling thread includes this and is not in `excluded`."""
+        return self.is_included() and not torch._C._dispatch_tls_is_dispatch_key_excluded(self._key)
+
     def excluded(self) -> Any:
         """Let the calling thread, most likely one in a kernel, not see them for a block."""
         return torch._C._ExcludeDispatchKeyGuard(self._set)
@@ -75,3 +79,15 @@ def operators() -> Iterator[torch._ops.OpOverload]:
         if namespace == "aten" and not has_kernel(name, "CompositeImplicitAutograd"):
             packet, _, overload = operator.partition(".")
             yield getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+_frames: Any = torch._C._dynamo.eval_frame
+# Neither this frame nor those that are called from it.
+_SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+
+
+def untrace(function: Callable[..., Any], why: str) -> None:
+    """Keep torch.compile out of a function, and of all that it calls, without importing it."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    function._torchdynamo_disable_msg = why  # type: ignore[attr-defined]
+    _frames.set_code_exec_strategy(function.__code__, _SKIP)

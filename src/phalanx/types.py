@@ -180,9 +180,10 @@ def seconds(timeout: Timeout, name: str = "timeout") -> float:
 class Deadline:
     """A moment that several waits in a row share."""
 
-    __slots__ = ("_at",)
+    __slots__ = ("_at", "limit")
 
     def __init__(self, limit: float) -> None:
+        self.limit = limit  # in seconds, from the beginning
         self._at = time.monotonic() + limit
 
     def left(self) -> float:

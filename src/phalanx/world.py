@@ -125,6 +125,9 @@ class World:
         """Close all groups, the newest first."""
         while self.groups:
             self.remove_group(next(reversed(self.groups.values())))
+        for kept in self.shared.values():
+            if hasattr(kept, "close"):
+                kept.close()
         self.shared.clear()
         self.store = None
         self.on_close()

@@ -60,6 +60,9 @@ class GroupBackend(ABC):
     """
 
     name: str
+    # Whether reductions combine the contributions in the order of the ranks, so that results have
+    # the bits of `reduction.reduce`. All ranks get the same bits in any case.
+    in_rank_order = True
 
     def __init__(self, rank: int, size: int, timeout: float) -> None:
         self.rank = rank

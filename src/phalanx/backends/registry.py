@@ -24,7 +24,7 @@ class BackendOptions:
     ``store`` belongs to this group alone. ``group_id`` is the same on all members and unique in
     their world of ``world_size``; ``group_desc`` is what the user calls it. ``threads`` says that
     the ranks of the world are threads of this process. ``shared`` is one dict per world and rank:
-    what the groups of one rank have in common.
+    what the groups of one rank have in common. What has a ``close()`` there is closed at its end.
     """
 
     store: Any

@@ -21,7 +21,7 @@ from phalanx.debug.diary import Diary
 from phalanx.debug.in_flight import Flight, Flights
 from phalanx.debug.layers import Layer, LayeredWork
 from phalanx.debug.notes import Entry, Statistics
-from phalanx.errors import DistBackendError
+from phalanx.errors import BufferInUse, DistBackendError
 from phalanx.groups import ProcessGroup
 from phalanx.launch.outcomes import spell
 from phalanx.types import Timeout
@@ -83,8 +83,13 @@ class Detailed(Layer):
         kwargs: dict[str, Any],
     ) -> Any:
         used = in_flight.used(name, args, kwargs, self._backend.rank)
+        issued = self._issued
         called = self._called(name, args, sys._getframe(1))
-        flight = self._flights.admit(self.group, name, called.entry.title, used)
+        try:
+            flight = self._flights.admit(self.group, name, called.entry.title, used)
+        except BufferInUse:
+            self._issued = issued
+            raise
         _say(called)
         self._diary.begin(called.entry)
         try:

@@ -44,10 +44,12 @@ _DO_NOT_TOUCH = {
     *("empty_like", "zeros_like", "ones_like", "full_like"),
     *("rand_like", "randn_like", "randint_like"),
     *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
-    *("is_same_size", "is_set_to", "set_", "detach_", "_assert_tensor_metadata"),
+    *("is_same_size", "is_set_to", "is_pinned", "set_", "detach_", "_assert_tensor_metadata"),
+    *("_has_same_storage_numel", "_new_zeros_with_same_feature_meta"),
     *("_unsafe_view", "unsafe_split", "unsafe_split_with_sizes", "unsafe_chunk", "lift"),
 }
 _TORCH = os.path.dirname(torch.__file__) + os.sep
+_DECORATORS = ("/contextlib.py", "/typing_extensions.py")  # of functions of torch's
 # Threads that move the bytes of operations that were derived from messages.
 _MOVERS = {"phalanx-lane", "phalanx-work"}
 _PATIENCE = 10_000  # steps of a search for a common element of two strided tensors
@@ -240,18 +242,39 @@ def _is_before(other: Flight, flight: Flight) -> bool:
 Used = tuple[Tensor, bool]
 
 _flights: dict[World, Flights] = {}
-os.register_at_fork(after_in_child=_flights.clear)  # a forked child is no rank
 
 
 def of(world: World) -> Flights:
     """Return the operations in flight of a world's rank, which are watched from now on."""
     attend()
-    return _flights.setdefault(world, Flights(world.rank))
+    with _registration:
+        # The one reading of a tensor that many programs do past torch's operators.
+        torch.Tensor.tolist = _tolist  # type: ignore[assignment,method-assign]
+        return _flights.setdefault(world, Flights(world.rank))
 
 
 def close(world: World) -> None:
     """Watch a world's operations no longer."""
-    _flights.pop(world, None)
+    with _registration:
+        if _flights.pop(world, None) is not None and not _flights:
+            del torch.Tensor.tolist  # the class that it inherits from has the real one
+
+
+def _tolist(self: Tensor) -> Any:
+    flights = _watched()
+    if flights and _KEY.is_seen():
+        with unseen():
+            flights.check("Tensor.tolist", iter([(self, False)]))
+    return torch._C.TensorBase.tolist(self)
+
+
+dispatch.untrace(_tolist, "it looks for operations in flight")
+
+
+def _watched() -> Flights | None:
+    """Return the operations in flight of the calling thread's rank, if they are watched."""
+    world = current()
+    return None if world is None else _flights.get(world)
 
 
 def attend() -> None:
@@ -267,6 +290,16 @@ def follow() -> None:
 
 
 unseen = _KEY.excluded
+
+
+def _forget() -> None:
+    global _registration
+    _registration = threading.Lock()  # somebody who is not here may hold it
+    for world in list(_flights):
+        close(world)
+
+
+os.register_at_fork(after_in_child=_forget)  # a forked child is no rank
 
 
 def used(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int) -> list[Used]:
@@ -307,10 +340,14 @@ def only_read(used: Sequence[Used]) -> list[Tensor]:
 def _site(frame: FrameType) -> str:
     """Name the innermost line that is neither torch's nor this package's."""
     inner: FrameType | None = frame
-    while inner is not None and inner.f_code.co_filename.startswith((_TORCH, notes.PACKAGE)):
+    while inner is not None and _is_aside(inner.f_code.co_filename):
         inner = inner.f_back
     found = inner or frame
     return notes.site(StackSummary.extract([(found, found.f_lineno)], lookup_lines=False))
+
+
+def _is_aside(file: str) -> bool:
+    return file.startswith((_TORCH, notes.PACKAGE)) or file.endswith(_DECORATORS)
 
 
 def _register_kernels() -> None:
@@ -349,8 +386,7 @@ def _kernel(operator: torch._ops.OpOverload) -> dispatch.Kernel:
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         with _KEY.excluded():
-            world = current()
-            flights = None if world is None else _flights.get(world)
+            flights = _watched()
             if flights:
                 flights.check(str(operator), touched(args, kwargs))
             elif flights is None:

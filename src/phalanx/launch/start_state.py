@@ -13,11 +13,13 @@ import multiprocessing
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -61,6 +63,19 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (sys.getswitchinterval, sys.setswitchinterval),
     (sys.gettrace, sys.settrace),
     (sys.getprofile, sys.setprofile),
+    (threading.gettrace, threading.settrace),
+    (threading.getprofile, threading.setprofile),
+    (threading.stack_size, threading.stack_size),
+    (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
+    (socket.getdefaulttimeout, socket.setdefaulttimeout),
+    (
+        lambda: torch.backends.mkldnn.enabled,
+        lambda enabled: setattr(torch.backends.mkldnn, "enabled", enabled),
+    ),
+    (
+        lambda: replace(torch._tensor_str.PRINT_OPTS),
+        lambda options: setattr(torch._tensor_str, "PRINT_OPTS", options),
+    ),
     (
         lambda: multiprocessing.get_start_method(allow_none=True),
         lambda method: multiprocessing.set_start_method(method, force=True),

@@ -84,9 +84,7 @@ def run_threads(
             world.destroy_process_group()
         return result
 
-    labelled = voices.labelled() if notebook.labelling(label) else nullcontext()
-    with labelled:
-        return run_as_ranks(live, size, rng, deadline, return_exceptions)
+    return run_as_ranks(live, size, rng, deadline, return_exceptions, label=label)
 
 
 def run_as_ranks(
@@ -96,12 +94,15 @@ def run_as_ranks(
     deadline: float | None,
     return_exceptions: bool,
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    label: bool | None = None,
 ) -> list[T]:
     """Run `live(rank)` on threads that are ranks, with no world yet; otherwise as `run_threads`.
 
     Every thread of a rank, also those that it starts, runs inside a context that `around` makes.
     """
-    with _ranks_are_known(), random.told_apart(rng), watch.listening():
+    __tracebackhide__ = True
+    labelled = voices.labelled() if notebook.labelling(label) else nullcontext()
+    with _ranks_are_known(), random.told_apart(rng), watch.listening(), labelled:
         limit = _Limit()
         threads = _Threads(live, [_Rank(rank, rng, limit) for rank in range(size)], limit)
         for rank in threads.ranks:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from io import StringIO
 from typing import IO, Any, TextIO
@@ -138,11 +138,12 @@ class _Stream:
 
     def write(self, text: str) -> int:
         members = identity.ancestry(identity.here.rank)
-        if members and members[-1] not in _direct:
-            for listener in list(_listeners):
-                if (rank := listener.rank_of(members)) is not None:
-                    listener.write(rank, self, text)
-                    return len(text)
+        if members and (streams := _direct.get(members[-1])) is not None:
+            return streams.get(self.name, self.beneath).write(text)
+        for listener in list(_listeners) if members else ():
+            if (rank := listener.rank_of(members)) is not None:
+                listener.write(rank, self, text)
+                return len(text)
         return self.beneath.write(text)
 
     def writelines(self, lines: list[str]) -> None:
@@ -170,7 +171,7 @@ class _Buffer:
 _lock = threading.Lock()
 _listeners: list[_Listener] = []  # the outermost first
 _streams: list[_Stream] = []  # those in place
-_direct: set[Member] = set()
+_direct: dict[Member, Mapping[str, IO[str]]] = {}
 
 
 @contextmanager
@@ -195,14 +196,14 @@ def listen_again() -> None:
             _put()
 
 
-def let_through(member: Member) -> None:
-    """Let what a rank writes reach the stream beneath as it is, until `hear_again`."""
-    _direct.add(member)
+def let_through(member: Member, streams: Mapping[str, IO[str]] | None = None) -> None:
+    """Let what a rank writes reach other streams, or those beneath, as it is, till `hear_again`."""
+    _direct[member] = streams or {}
 
 
 def hear_again(member: Member) -> None:
     """Listen to a rank that was let through."""
-    _direct.discard(member)
+    _direct.pop(member, None)
 
 
 def _put() -> None:

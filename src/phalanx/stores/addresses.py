@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import os
 import socket
+import struct
 from pathlib import Path
+
+from phalanx.errors import DistNetworkError
+
+_SIOCGIFADDR = 0x8915  # of linux/sockios.h
 
 
 def way_to(host: str, port: int) -> str:
@@ -34,6 +40,21 @@ def host_address() -> str:
         if address and not is_loopback(address):
             return address
     return "127.0.0.1"
+
+
+def interface_address(name: str) -> str:
+    """Return the IPv4 address of a network interface."""
+    request = struct.pack("256s", name.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe, _SIOCGIFADDR, request)
+        except OSError as error:
+            known = ", ".join(sorted(name for _, name in socket.if_nameindex()))
+            raise DistNetworkError(
+                f"host {socket.gethostname()!r} has no interface {name!r} with an IPv4 address "
+                f"(interfaces: {known}): {error.strerror}"
+            ) from error
+    return socket.inet_ntoa(answer[20:24])
 
 
 def is_loopback(address: str) -> bool:

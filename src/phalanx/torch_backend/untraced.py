@@ -7,16 +7,11 @@ them. It is told to do the same here, without importing it, which takes more tha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
+from phalanx import dispatch
 
 T = TypeVar("T", bound=type)
-
-_frames: Any = torch._C._dynamo.eval_frame
-# Neither this frame nor those that are called from it.
-_SKIP = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
 
 
 def untraced(kind: T) -> T:
@@ -25,12 +20,5 @@ def untraced(kind: T) -> T:
         if isinstance(member, property):
             member = member.fget
         if inspect.isfunction(member):
-            untrace(member)
+            dispatch.untrace(member, "it communicates")
     return kind
-
-
-def untrace(function: Callable[..., Any]) -> None:
-    """Keep torch.compile out of a function, and of all that it calls."""
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
-    function._torchdynamo_disable_msg = "it communicates"  # type: ignore[attr-defined]
-    _frames.set_code_exec_strategy(function.__code__, _SKIP)

@@ -77,20 +77,20 @@ def differ(group: str, calls: Mapping[int, Call]) -> str:
 
 @contextmanager
 def running(engine: Any, call: Call, limit: float) -> Iterator[None]:
-    """Have an engine be in a collective; if that fails, nobody can be in the next one."""
+    """Have an engine be in a collective; if that fails, ranks are out of step for ever."""
     engine.call = call
     try:
         yield
     except DistTimeout as error:
-        engine.abort(f"{call} took more than {limit:g} s; the group cannot be used any more")
+        engine.end_collectives(f"{call} took more than {limit:g} s")
         raise DistTimeout(
-            f"{error}; a limit of {limit:g} s was set, and the group cannot be used any more"
+            f"{error}; a limit of {limit:g} s was set, and the group has no collectives any more"
         ) from error
     except (CollectiveMismatch, PeerFailed) as error:
-        engine.abort(getattr(error, "reason", str(error)), type(error))
+        engine.end_collectives(getattr(error, "reason", str(error)), type(error))
         raise
     except BaseException as error:
-        engine.abort(f"{type(error).__name__} in {call}: {error}")
+        engine.end_collectives(f"{type(error).__name__} in {call}: {error}".rstrip(": "))
         raise
     finally:
         engine.call = None

@@ -12,7 +12,7 @@ from torch import Tensor
 FRAME_BYTES = 64 << 10  # the most that a frame takes, with what it carries of the message itself
 LABEL_BYTES = 1024  # the most that a sender may say about a message
 
-MESSAGE, LEAVING, FAILED, ABORTED = range(4)
+MESSAGE, LEAVING, FAILED, ABORTED, OUT_OF_STEP = range(5)
 
 # kind, length of the label, tag, bytes of the message, number of the payload that follows (0: none)
 _HEADER = struct.Struct("<HHiqI")

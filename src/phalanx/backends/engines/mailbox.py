@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.backends.base import COLLECTIVE
 from phalanx.backends.engines.frames import Frame
-from phalanx.errors import DistBackendError
+from phalanx.errors import DistBackendError, DistTimeout
 from phalanx.types import Deadline, Timeout, seconds
 from phalanx.work import Work
 
@@ -94,11 +94,12 @@ class Pending(Work):
                 self.done.set()
 
     def wait(self, timeout: Timeout | None = None) -> bool:
-        if not self.done.is_set():
-            limit = self._limit if timeout is None else seconds(timeout)
-            left = self._deadline.left() if timeout is None else limit
-            while not self._stall(self.done, left):
-                self._expired(self, limit)  # raises, unless the end is near
+        if timeout is not None:
+            limit = seconds(timeout)
+            if not self.done.is_set() and not self._stall(self.done, limit):
+                raise DistTimeout(f"{self.title()}: still under way after a wait of {limit:g} s")
+        while not self.done.is_set() and not self._stall(self.done, self._deadline.left()):
+            self._expired(self, self._limit)  # raises, unless the end is near
         error = self.exception()
         if error is not None:
             raise error
@@ -153,6 +154,7 @@ class Mailbox:
         self._others = set(range(size)) - {rank}
         self.gone: dict[int, Failure] = {}
         self.broken: Failure | None = None
+        self.out_of_step: Failure | None = None  # why there are no collectives any more
 
     def deliver(self, arrival: Arrival) -> Receipt | None:
         """Return who waits for a message; if nobody does, keep it."""
@@ -170,19 +172,24 @@ class Mailbox:
     def post(self, receipt: Receipt) -> Arrival | None:
         """Return the message that a receipt is for, or keep the receipt; it may be given up."""
         with self._lock:
-            if self.broken is None:
+            if self.obstacle(receipt.tag) is None:
                 here = self._arrivals[receipt.tag]
                 for i, arrival in enumerate(here):
                     if receipt.fits(arrival):
                         del here[i]
                         receipt.matched = True
                         return arrival
-            failure = self.broken or self._hopeless(receipt)
+            failure = self.obstacle(receipt.tag) or self._hopeless(receipt)
             if failure is None:
                 self._receipts[receipt.tag].append(receipt)
         if failure is not None:
             receipt.give_up(failure)
         return None
+
+    def arrivals(self, tag: int) -> list[Arrival]:
+        """Return the messages of a tag that nobody has asked for yet."""
+        with self._lock:
+            return list(self._arrivals[tag])
 
     def withdraw(self, receipt: Receipt) -> bool:
         """Take a receipt back; False if its message has come."""
@@ -208,6 +215,18 @@ class Mailbox:
         for receipt, why in lost:
             receipt.give_up(why)
 
+    def obstacle(self, tag: int) -> Failure | None:
+        """Return why there are no messages of a tag any more, if so."""
+        return self.broken or (self.out_of_step if tag == COLLECTIVE else None)
+
+    def end_collectives(self, failure: Failure) -> None:
+        """Give up the messages of collectives, now and from now on."""
+        with self._lock:
+            self.out_of_step = self.out_of_step or failure
+            lost = self._receipts.pop(COLLECTIVE, [])
+        for receipt in lost:
+            receipt.give_up(failure)
+
     def break_off(self, failure: Failure) -> None:
         """Give up everything, now and from now on."""
         with self._lock:
@@ -217,11 +236,19 @@ class Mailbox:
         for receipt in lost:
             receipt.give_up(failure)
 
+    def reason(self, peer: int, tag: int) -> Failure | None:
+        """Return what is known to keep a message of a peer from coming."""
+        with self._lock:
+            return self.obstacle(tag) or self._failed(tag) or self.gone.get(peer)
+
+    def _failed(self, tag: int) -> Failure | None:
+        """Return the failure of a rank, whichever, that no collective can be without."""
+        failures = self.gone.values() if tag == COLLECTIVE else ()
+        return next((failure for failure in failures if failure.ends_collectives), None)
+
     def _hopeless(self, receipt: Receipt) -> Failure | None:
-        if receipt.tag == COLLECTIVE:
-            for failure in self.gone.values():
-                if failure.ends_collectives:
-                    return failure
+        if failed := self._failed(receipt.tag):
+            return failed
         if receipt.source is not None:
             return self.gone.get(receipt.source)
         if self._others and self._others <= self.gone.keys():

@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -28,12 +29,14 @@ from phalanx.backends.engines.collectives import Collectives, Part
 from phalanx.backends.engines.frames import Frame
 from phalanx.backends.engines.mailbox import Arrival, Failure, Mailbox, Pending, Receipt
 from phalanx.backends.engines.wire import Wire
+from phalanx.backends.registry import BackendOptions
 from phalanx.errors import CollectiveMismatch, DistBackendError, DistTimeout, PeerFailed
 from phalanx.types import Deadline
 from phalanx.work import CompletedWork, Work
 
 # A message that has begun to come may take this much longer than its receiver wanted to wait.
 _GRACE = 5.0
+_LOOKS, _LOOK = 50, 0.01  # for the cause of a broken connection: how many, seconds in between
 
 Accept = Callable[[int, bytes], Failure | None]
 
@@ -49,14 +52,15 @@ class MessageEngine(Collectives):
     """
 
     def __init__(
-        self, name: str, wire: Wire, rank: int, ranks: Sequence[int], timeout: float, group: str
+        self, name: str, wire: Wire, options: BackendOptions, failures: dict[int, str]
     ) -> None:
-        super().__init__(rank, len(ranks), timeout)
+        super().__init__(options.group_rank, options.group_size, options.timeout)
         self.name = name
-        self.global_ranks = list(ranks)
-        self._group = group
+        self.global_ranks = list(options.global_ranks)
+        self._group = options.group_id
+        self._failures = failures  # how ranks of the world have failed, told to groups yet to be
         self._wire = wire
-        self._mailbox = Mailbox(rank, len(ranks))
+        self._mailbox = Mailbox(self.rank, self.size)
         self._locks = [threading.Lock() for _ in range(self.size)]
         self._offers: set[Pending] = set()
         self._closed = False
@@ -76,7 +80,22 @@ class MessageEngine(Collectives):
         label: bytes = b"",
     ) -> Work | None:
         what = functools.partial(self._title, "send to", dst, tag, sites.here())
-        failure = self._mailbox.broken or self._mailbox.gone.get(dst)
+        work = self._sent(tensor, dst, tag, timeout, label, what)
+        if async_op:
+            return work
+        work.wait()
+        return None
+
+    def _sent(
+        self,
+        tensor: Tensor,
+        dst: int,
+        tag: int,
+        timeout: float | None,
+        label: bytes,
+        what: Callable[[], str],
+    ) -> Work:
+        failure = self._mailbox.obstacle(tag) or self._mailbox.gone.get(dst)
         if failure is not None:
             raise failure.kind(f"{what()}: {failure.text}")
         num_bytes = tensor.nbytes
@@ -88,11 +107,8 @@ class MessageEngine(Collectives):
             with self._locks[dst]:
                 self._post(frames.MESSAGE, dst, tag, num_bytes, 0, label, data)
         else:
-            work = self._offer(tensor, dst, tag, label, what, timeout)
-            if async_op:
-                return work
-            work.wait()
-        return CompletedWork([tensor]) if async_op else None
+            return self._offer(tensor, dst, tag, label, what, timeout)
+        return CompletedWork([tensor])
 
     def _offer(
         self,
@@ -105,7 +121,8 @@ class MessageEngine(Collectives):
     ) -> Pending:
         """Send a message in two parts: its frame, and the bytes when they are asked for."""
         limit = self.timeout if timeout is None else timeout
-        work = Pending(what, tensor, limit, self._wire.stall, self._send_expired)
+        expired = self._step_expired if tag == COLLECTIVE else self._send_expired
+        work = Pending(what, tensor, limit, self._wire.stall, expired)
         data = frames.as_bytes(tensor)
         self._offers.add(work)
 
@@ -114,7 +131,7 @@ class MessageEngine(Collectives):
             if not why:
                 work.finish()
             else:
-                work.give_up(self._mailbox.broken or self._mailbox.gone.get(dst) or _broken(why))
+                work.give_up(self._cause(dst, tag, why))
 
         with self._locks[dst]:
             number = self._wire.number(dst)
@@ -187,8 +204,7 @@ class MessageEngine(Collectives):
 
         def end(why: str) -> None:
             if why:
-                gone = self._mailbox.broken or self._mailbox.gone.get(source)
-                receipt.give_up(gone or _broken(why))
+                receipt.give_up(self._cause(source, frame.tag, why))
             else:
                 if not whole:
                     with torch.no_grad():
@@ -196,6 +212,14 @@ class MessageEngine(Collectives):
                 receipt.finish(source)
 
         self._wire.take(buffer, source, frame.number, end)
+
+    def unclaimed(self, tag: int) -> list[tuple[int, bytes]]:
+        """Return the source and label of each message that has come and was not asked for."""
+        return [(source, frame.label) for source, frame in self._mailbox.arrivals(tag)]
+
+    def withdraw(self, work: Work) -> bool:
+        """Take a receive back; False if its message has begun to come."""
+        return isinstance(work, Receipt) and self._mailbox.withdraw(work)
 
     def _title(self, name: str, peer: int | None, tag: int, site: str) -> str:
         who = "any rank" if peer is None else f"rank {self.global_ranks[peer]}"
@@ -213,6 +237,10 @@ class MessageEngine(Collectives):
             raise DistTimeout(f"{receipt.title()}: no message has come within {limit:g} s")
         if not self._wire.stall(receipt.done, _GRACE):
             self._give_up(receipt, limit, "which had begun to come")
+
+    def _step_expired(self, work: Pending, limit: float) -> None:
+        # There are no collectives after this one, so that nobody will get half of a message.
+        raise DistTimeout(f"{work.title()}: what is sent was not taken within {limit:g} s")
 
     def _send_expired(self, work: Pending, limit: float) -> None:
         self._give_up(work, limit, "which was not taken")
@@ -246,20 +274,17 @@ class MessageEngine(Collectives):
         assert call is not None
         accept = functools.partial(self._belongs, call)
         left = deadline.left()
-        works: list[Work | None] = [
-            self._receipt(
-                tensor, peer, COLLECTIVE, left, accept, functools.partial(self._waiting, call, peer)
-            )
+        title = functools.partial(functools.partial, self._waiting, call)
+        works: list[Work] = [
+            self._receipt(tensor, peer, COLLECTIVE, left, accept, title(peer))
             for tensor, peer in takes
         ]
         label = call.label()
-        for tensor, peer in gives:
-            works.append(
-                self.send(tensor, peer, COLLECTIVE, timeout=left, async_op=True, label=label)
-            )
+        works += [
+            self._sent(tensor, peer, COLLECTIVE, left, label, title(peer)) for tensor, peer in gives
+        ]
         for work in works:
-            assert work is not None
-            work.wait(deadline.left())
+            work.wait()
 
     call: Call | None = None  # the collective that runs, one at a time
 
@@ -290,15 +315,37 @@ class MessageEngine(Collectives):
             failure = Failure(PeerFailed, f"rank {rank} has left the group")
             self._mailbox.lose(source, failure)
         elif frame.kind == frames.FAILED:
-            self._mailbox.lose(source, Failure(PeerFailed, f"rank {rank} {reason}", True))
+            self._failures[rank] = f"rank {rank} {reason}"
+            self._mailbox.lose(source, Failure(PeerFailed, self._failures[rank], True))
+        elif frame.kind == frames.OUT_OF_STEP:
+            kind = getattr(errors, frame.label.decode())
+            self._mailbox.end_collectives(Failure(kind, f"rank {rank} is out of step: {reason}"))
         else:
             kind = getattr(errors, frame.label.decode())
             self._break_off(Failure(kind, f"rank {rank} has ended the group: {reason}"))
 
     def _lost(self, peer: int, why: str) -> None:
+        failure = self._gone(peer, why)
+        if peer not in self._mailbox.gone:
+            self._failures[self.global_ranks[peer]] = failure.text
+        self._mailbox.lose(peer, failure)
+
+    def _gone(self, peer: int, why: str) -> Failure:
         rank = self.global_ranks[peer]
         text = f"the connection to rank {rank} is gone: it has died, or cannot be reached ({why})"
-        self._mailbox.lose(peer, Failure(PeerFailed, text, True))
+        return Failure(PeerFailed, text, True)
+
+    def _cause(self, peer: int, tag: int, why: str) -> Failure:
+        """Say why the bytes of a message do not come: a peer may itself have given up over another.
+
+        What it had to say, or the other's end, is known here a little later.
+        """
+        for _ in range(_LOOKS):
+            known = self._mailbox.reason(peer, tag)
+            if known is not None:
+                return known
+            time.sleep(_LOOK)
+        return self._gone(peer, why)
 
     def _break_off(self, failure: Failure) -> None:
         self._mailbox.break_off(failure)
@@ -318,6 +365,14 @@ class MessageEngine(Collectives):
         self._break_off(Failure(kind, f"the group was ended: {reason}"))
         self._tell(frames.ABORTED, reason, kind.__name__.encode())
 
+    def end_collectives(self, reason: str, kind: type[DistBackendError] = DistBackendError) -> None:
+        """Make all who are in a collective of this group raise, and who comes to one later."""
+        if self._closed or self._mailbox.obstacle(COLLECTIVE) is not None:
+            return
+        text = f"the group has no collectives any more: {reason}"
+        self._mailbox.end_collectives(Failure(kind, text))
+        self._tell(frames.OUT_OF_STEP, reason, kind.__name__.encode())
+
     def fail(self, reason: str) -> None:
         if not self._closed:
             self._tell(frames.FAILED, reason)
@@ -336,10 +391,6 @@ class MessageEngine(Collectives):
         self._break_off(Failure(DistBackendError, f"the group was closed on {self._me()}"))
         super().close()
         self._wire.close()
-
-
-def _broken(why: str) -> Failure:
-    return Failure(DistBackendError, f"the engine gave up: {why}")
 
 
 # A forked child is not this rank, and does not speak for it.

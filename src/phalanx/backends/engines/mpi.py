@@ -42,14 +42,13 @@ _CLOSE_SECONDS = 5.0  # for the last frames to be on their way
 def create(options: BackendOptions) -> MessageEngine:
     """Make one rank's end of a group whose messages MPI carries."""
     port = _port()
-    rank, ranks = options.group_rank, options.global_ranks
-    if rank == 0:
+    if options.group_rank == 0:
         options.store.set("mpi/key", secrets.token_hex(_KEY_BYTES))
-    options.store.set(f"mpi/{rank}", str(port.rank))
-    told = addresses.gathered(options.store, "mpi", ranks, options.group_id, options.timeout)
+    options.store.set(f"mpi/{options.group_rank}", str(port.rank))
+    told = addresses.gathered(options, "mpi")
     key = bytes.fromhex(options.store.get("mpi/key").decode())
     wire = MpiWire(port, key, [int(number) for number in told])
-    return MessageEngine("mpi", wire, rank, ranks, options.timeout, options.group_id)
+    return MessageEngine("mpi", wire, options, addresses.failures(options))
 
 
 class MpiPort:

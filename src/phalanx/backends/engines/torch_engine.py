@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,11 +18,15 @@ from phalanx.backends.engines.direct import DirectEngine
 from phalanx.backends.engines.gloo import GlooWire
 from phalanx.backends.engines.messages import MessageEngine
 from phalanx.backends.registry import BackendOptions
-from phalanx.errors import DistBackendError, DistTimeout
+from phalanx.errors import DistBackendError, DistError, DistNetworkError, DistTimeout
+from phalanx.types import Deadline
 
 _td: Any = torch.distributed
 _c10d: Any = _distributed_c10d
 _state: Any = distributed_c10d
+
+_GRACE = 1.0  # for the thread that makes a group to say itself why it was not in time
+_LOOK = 0.5  # seconds between looks at whether others have given up
 
 _CLASSES = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL", "xccl": "ProcessGroupXCCL"}
 
@@ -101,31 +104,20 @@ def create(name: str, device: str, options: BackendOptions, pg_options: object) 
 def create_gloo(options: BackendOptions) -> MessageEngine:
     """Make one rank's end of a group whose messages Gloo carries."""
     group = _within(options, lambda: gloo_group(options))
-    rank = options.group_rank
-    wire = GlooWire(group, rank, options.group_size)
-    ranks, name = options.global_ranks, options.group_id
-    return MessageEngine("gloo", wire, rank, ranks, options.timeout, name)
+    wire = GlooWire(group, options.group_rank, options.group_size)
+    return MessageEngine("gloo", wire, options, addresses.failures(options))
 
 
 def gloo_group(options: BackendOptions) -> Any:
     """Connect all members by Gloo, at the addresses by which they reach the store's server."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    address = "" if interface else addresses.own_address(options.store)
-    addresses.exchange(
-        options.store,
-        options.group_rank,
-        options.global_ranks,
-        address,
-        options.group_id,
-        options.timeout,
-    )
-    kind = _c10d.ProcessGroupGloo
-    told = kind._Options()
-    told._timeout = timedelta(seconds=options.timeout)
-    told._threads = 1
-    place = {"interface": interface} if interface else {"hostname": address}
-    told._devices = [kind.create_device(**place)]
-    return kind(TorchStore(options.store), options.group_rank, options.group_size, told)
+    with addresses.exchanged(options) as address:
+        kind = _c10d.ProcessGroupGloo
+        told = kind._Options()
+        told._timeout = timedelta(seconds=options.timeout)
+        told._threads = 1
+        told._devices = [kind.create_device(hostname=address)]
+        store = TorchStore(options.store)
+        return kind(store, options.group_rank, options.group_size, told)
 
 
 def _make(name: str, options: BackendOptions, pg_options: Any) -> Any:
@@ -164,13 +156,19 @@ def _within(options: BackendOptions, make: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run, name="phalanx-engine", daemon=True)
     bystanders.mark(thread).start()
-    thread.join(options.timeout + 1)
+    deadline = Deadline(options.timeout + _GRACE)
+    while thread.is_alive() and deadline.left() > 0:
+        thread.join(min(deadline.left(), _LOOK))
+        if thread.is_alive() and options.store.check([addresses.UNCONNECTED]):
+            raise DistNetworkError(options.store.get(addresses.UNCONNECTED).decode())
     rank = options.global_ranks[options.group_rank]
     what = f"the making of group {options.group_id!r} on rank {rank}"
     if made:
         return made[0]
     if not failed:
-        raise DistTimeout(f"{what}: not all ranks were connected within {options.timeout:g} s")
-    if isinstance(failed[0], RuntimeError) and not isinstance(failed[0], DistBackendError):
+        text = f"{what}: not all ranks were connected within {options.timeout:g} s"
+        why = addresses.complaint(options.store, options.group_size, options.group_id)
+        raise DistTimeout(f"{text}; {why}" if why else text)
+    if isinstance(failed[0], RuntimeError) and not isinstance(failed[0], DistError):
         raise DistBackendError(f"{what}: {failed[0]}") from failed[0]
     raise failed[0]

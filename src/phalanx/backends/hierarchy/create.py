@@ -33,8 +33,6 @@ def create(options: BackendOptions, pg_options: object = None) -> GroupBackend:
 
 def _hosts(options: BackendOptions) -> list[Host]:
     """Return where the ranks of the world are; nothing if they all share a host."""
-    if options.threads or (options.group_size == 1 and "hosts" not in options.shared):
-        return []
     if "hosts" not in options.shared:
         if options.group_size != options.world_size:
             return []  # of a world that has none on this transport
@@ -56,7 +54,7 @@ def _roster(options: BackendOptions, found: list[Host]) -> _native.Roster:
     mine = [each for each, host in enumerate(found) if host.id == found[rank].id]
     key = f"roster/{mine[0]}"
     if rank == mine[0]:
-        roster = _native.Roster.create(len(found), threads=False)
+        roster = _native.Roster.create(len(found), threads=options.threads)
         for each, host in enumerate(found):
             if host.id != found[rank].id:
                 roster.place(each, host.name, host.pid)

@@ -23,6 +23,9 @@ from phalanx.work import Work
 
 _TAG = -3
 
+# Stands between the words of a call and the number of what else must agree.
+HIDDEN = " ~"
+
 Differ = Callable[[Call, Call, int], str]
 
 
@@ -39,14 +42,26 @@ class Crossing:
 
     def send(self, peer: int, call: Call, tensor: Tensor) -> Sending:
         """Begin to send a flat tensor."""
-        work = self._engine.send(tensor, peer, _TAG, async_op=True, label=call.label())
-        return Sending(work, tensor, self._vigil, peer)
+        with self._vigil.explained([peer], call.number):
+            work = self._engine.send(tensor, peer, _TAG, async_op=True, label=call.label())
+        return Sending(work, tensor, self._vigil, peer, call)
 
     def receive(self, peer: int, call: Call, tensor: Tensor) -> Coming:
         """Begin to receive a flat tensor."""
         accept = partial(self._accept, call)
         work = self._engine.recv(tensor, peer, _TAG, async_op=True, accept=accept)
         return Coming(cast(Receipt, work), self._vigil, peer, call)
+
+    def stray(self, call: Call) -> str:
+        """Say what is wrong if somebody sends for another collective with a call's number.
+
+        Who is in another one may wait for another peer: then nobody asks for what was sent.
+        """
+        for source, label in self._engine.unclaimed(_TAG):
+            theirs = Call.read(label)
+            if theirs.number == call.number and theirs != call:
+                return self._differ(call, theirs, source)
+        return ""
 
     def _accept(self, call: Call, source: int, label: bytes) -> Failure | None:
         theirs = Call.read(label)
@@ -58,16 +73,19 @@ class Crossing:
 class Sending:
     """What is being sent: it must not change before it has left."""
 
-    def __init__(self, work: Work | None, tensor: Tensor, vigil: Vigil, peer: int) -> None:
+    def __init__(
+        self, work: Work | None, tensor: Tensor, vigil: Vigil, peer: int, call: Call
+    ) -> None:
         self._work = work
         self._tensor = tensor  # alive as long
         self._vigil = vigil
         self._peer = peer
+        self._call = call
 
     def wait(self, deadline: Deadline) -> None:
         """Wait until it has left."""
         if isinstance(self._work, Pending):
-            self._vigil.wait(self._work, deadline, [self._peer])
+            self._vigil.wait(self._work, deadline, [self._peer], number=self._call.number)
 
 
 class Coming:
@@ -81,7 +99,13 @@ class Coming:
 
     def wait(self, deadline: Deadline) -> None:
         """Wait until it is there."""
-        self._vigil.wait(self._work, deadline, [self._peer], self._call.what)
+        call = self._call
+        self._vigil.wait(self._work, deadline, [self._peer], words(call), call.number)
+
+
+def words(call: Call) -> str:
+    """Return what a call is in words, without the number of what else must agree."""
+    return call.what.partition(HIDDEN)[0]
 
 
 def flat(tensor: Tensor) -> Tensor:

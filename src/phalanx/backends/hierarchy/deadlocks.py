@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from phalanx import _native
-from phalanx.errors import DistError
+from phalanx.backends.hierarchy.heart import StoreError
 from phalanx.stores.base import Store
 
 _STILL = 1.5  # seconds for which nothing may have changed
@@ -37,7 +37,7 @@ class DeadlockSearch:
         roster: _native.Roster,
         members: Mapping[str, Sequence[int]],
         mine: str,
-        publish: Callable[..., None],
+        publish: Callable[..., object],
     ) -> None:
         self._store = store
         self._roster = roster
@@ -58,7 +58,7 @@ class DeadlockSearch:
             self._say(waits)
             if waits:
                 self._judge()
-        except DistError:
+        except StoreError:
             self._suspect = None  # there is no store to meet in
 
     def _say(self, waits: list[tuple[int, int, bytes]]) -> None:

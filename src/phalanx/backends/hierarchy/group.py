@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import zlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,19 +18,28 @@ from phalanx.backends.base import GroupBackend
 from phalanx.backends.engines import sites
 from phalanx.backends.engines.calls import Call
 from phalanx.backends.engines.messages import MessageEngine
-from phalanx.backends.hierarchy.crossing import Crossing, dtype_name, flat, shown
+from phalanx.backends.hierarchy.crossing import HIDDEN, Crossing, dtype_name, flat, shown, words
 from phalanx.backends.hierarchy.exchange import Exchange, spread
 from phalanx.backends.hierarchy.letters import Letters
 from phalanx.backends.hierarchy.topology import Topology
 from phalanx.backends.hierarchy.vigil import Vigil
-from phalanx.backends.hierarchy.warden import Warden
+from phalanx.backends.hierarchy.warden import Account, Warden
 from phalanx.backends.local import LocalBackend
-from phalanx.errors import DistBackendError, PeerFailed
+from phalanx.errors import (
+    CollectiveMismatch,
+    Deadlock,
+    DistBackendError,
+    DistTimeout,
+    PeerFailed,
+    expected,
+)
 from phalanx.types import Deadline, ReduceOp
 from phalanx.work import Work
 
-# Stands between the words of a call and the number of what else must agree.
-_HIDDEN = " ~"
+# What the local engine says first in an error: which operation of which rank it is about.
+_HEADLINE = re.compile(r"\w+ #\d+ on group '[^\n]*, rank \d+, at [^\n]*?: ")
+_MEMBERS = re.compile(r"(on group '[^'\n]*') \(ranks? [^)\n]*\)")
+_ADVICE = "init_process_group(timeout=...), new_group(timeout=...)"
 
 _SMALL = 32 << 10  # bytes up to which one rank per host speaks for all
 _CHUNK = 1 << 20  # bytes of a slice that pass through the two phases at a time
@@ -45,6 +55,7 @@ class Hierarchy(GroupBackend):
     """
 
     name = "phalanx"
+    in_rank_order = False  # within a host first, then by host
 
     def __init__(
         self,
@@ -53,9 +64,9 @@ class Hierarchy(GroupBackend):
         labels: Sequence[object],
         rank: int,
         timeout: float,
-        group: str = "",
-        global_ranks: Sequence[int] = (),
-        warden: Warden | None = None,
+        group: str,
+        global_ranks: Sequence[int],
+        warden: Warden,
     ) -> None:
         self.local = local
         self._group = group
@@ -63,33 +74,48 @@ class Hierarchy(GroupBackend):
         self._engine = engine
         self._topology = Topology(labels, rank)
         super().__init__(rank, len(labels), timeout)
-        if global_ranks:
-            self.global_ranks = list(global_ranks)
-        vigil = Vigil(warden, group, self.global_ranks)
-        self._crossing = Crossing(engine, vigil, self._differ)
-        self._letters = Letters(local, engine, self._topology, vigil)
+        self.global_ranks = list(global_ranks)
+        self._vigil = Vigil(warden, engine, group, self.global_ranks)
+        self._crossing = Crossing(engine, self._vigil, self._differ)
+        self._letters = Letters(local, engine, self._topology, self._vigil, self._ask)
+        self._number, self._site = 0, ""  # of the collective that runs
+        self._running: Call | None = None
+        warden.join(group, self)
 
     # Life
 
     def abort(self, reason: str) -> None:
+        self._warden.say_broken(self._group, 0, PeerFailed, reason)
         self.local.abort(reason)
         self._engine.abort(reason)
 
     def fail(self, reason: str) -> None:
         self.local.fail(reason)
-        if self._warden is not None:
-            self._warden.say_ended(self.global_ranks[self.rank], reason)
+        self._warden.say_ended(self.global_ranks[self.rank], reason)
 
     def close(self) -> None:
+        if self._vigil.is_closed:
+            return
         super().close()
-        if self._warden is not None:
-            self._warden.say_left(self._group, self.global_ranks[self.rank])
+        self._vigil.close()
+        self._warden.leave(self._group)
         self.local.close()
         self._engine.close()
 
     def describe(self, rank: int) -> str:
-        place = self._topology.places[rank]
-        return self.local.describe(place.seat) if place.host == self._topology.host else ""
+        if self._topology.is_local(rank):
+            return self.local.describe(self._topology.places[rank].seat)
+        return self._warden.roster.obituary(self.global_ranks[rank], False)
+
+    def account(self) -> Account:
+        """Say what this rank does, for those who wait for it."""
+        return Account(self._number, self.local.describe(self._topology.seat))
+
+    def look(self) -> None:
+        """See whether others are in another collective, while this rank may wait in its own."""
+        call = self._running
+        if call is not None and (text := self._crossing.stray(call)):
+            self._tell(call.number, CollectiveMismatch, text)
 
     def note(self, text: str) -> None:
         self.local.note(text)
@@ -141,44 +167,98 @@ class Hierarchy(GroupBackend):
         step: Callable[..., None],
         *args: Any,
     ) -> Work | None:
-        run = functools.partial(self._run, step, sites.here())
+        run = functools.partial(self._run, step, self._issued + 1, sites.here())
         return super()._issue(outputs, timeout, async_op, run, *args)
 
-    def _run(self, step: Callable[..., None], site: str, deadline: Deadline, *args: Any) -> None:
+    def _run(
+        self, step: Callable[..., None], number: int, site: str, deadline: Deadline, *args: Any
+    ) -> None:
         """Do one collective; if it fails here, nobody waits for this rank in vain."""
-        self._site = site
+        self._number, self._site = number, site
         try:
-            step(deadline, *args)
+            with expected():
+                self._vigil.look([], number)
+                step(deadline, *args)
         except DistBackendError as error:
-            self._break(error)
-            raise
+            raise self._break(step.__name__.strip("_"), error, deadline) from None
         finally:
+            self._running = None
             _native.part_of(0)
 
-    def _break(self, error: DistBackendError) -> None:
-        if self._warden is not None and not isinstance(error, PeerFailed):
-            self._warden.say_broken(self._group, error)
+    def _break(self, name: str, error: DistBackendError, deadline: Deadline) -> DistBackendError:
+        """Tell all ranks why the group cannot go on, and return what to raise here."""
+        kind, number = type(error), self._number
+        reason = _HEADLINE.sub("", str(error), count=1)
+        if issubclass(kind, PeerFailed):
+            kind = PeerFailed
+        if (known := self._warden.known_break(self._group, number)) is not None:
+            kind, reason = known.kind, known.text
+        else:
+            if kind is DistTimeout:
+                reason = self._late(deadline.limit)
+        self._tell(number, kind, reason)
+        if issubclass(kind, CollectiveMismatch | Deadlock):  # the same on all ranks
+            return kind(_MEMBERS.sub(r"\1", reason, count=1))
+        me = self.global_ranks[self.rank]
+        return kind(
+            f"{name} #{number} on group {self._group!r}, rank {me}, at {self._site}: {reason}"
+        )
+
+    def _tell(self, number: int, kind: type[DistBackendError], reason: str) -> None:
+        """Tell all ranks that the group cannot go on from one of its collectives."""
+        if self._warden.known_break(self._group, number) is None:
+            self._warden.say_broken(self._group, number, kind, reason)
         with suppress(DistBackendError):
-            self.local.engine.abort(str(error), type(error).__name__)
-        self._engine.abort(str(error), type(error))
+            self.local.engine.abort(reason, kind.__name__)
+
+    def _ask(self, peer: int) -> str:
+        """Say what a rank of another host does, for one that has waited for it in vain."""
+        rank = self.global_ranks[peer]
+        return self._warden.tell(rank, self._warden.ask(self._group, [rank]))
+
+    def _late(self, seconds: float) -> str:
+        """Say which ranks have not come to a collective in time, and what they do instead."""
+        ranks = self.global_ranks
+        told = self._warden.ask(self._group, ranks)
+        me = ranks[self.rank]
+        late = [
+            rank
+            for rank in ranks
+            if rank != me and (rank not in told or told[rank].number < self._number)
+        ]
+        limit = f"reached its timeout of {seconds:g} s"
+        if not late:
+            return f"{limit}; all ranks have come, but what they exchange takes longer"
+        missing = _native.rank_list(sorted(late))
+        here = _native.rank_list(sorted({*ranks} - {*late}))
+        lines = [f"{limit}\n  arrived: {here}; not arrived: {missing}"]
+        lines += [f"  {self._warden.tell(rank, told)}" for rank in late]
+        lines.append(f"find out what keeps {missing}, or give more time: {_ADVICE}")
+        return "\n".join(lines)
 
     def _call(self, what: str, *agreed: object) -> Call:
         """Say which collective this rank is about to do; ranks must agree on all of it."""
         # What is agreed on beyond the words stands for itself in a number.
-        digest = zlib.crc32(repr((what, agreed)).encode())
-        _native.part_of(digest << 1 | 1)
-        return Call(self._issued, f"{what}{_HIDDEN}{digest:08x}", self._site)
+        digest = zlib.crc32(repr((self._number, what, agreed)).encode())
+        _native.part_of(digest << 1 | 1, what, self._number, self._site)
+        self._running = Call(self._number, f"{what}{HIDDEN}{digest:08x}", self._site)
+        return self._running
 
     def _differ(self, mine: Call, theirs: Call, peer: int) -> str:
         """Say who is in which collective."""
         where = self._topology
         sides = [(where.mine, mine), (where.hosts[where.places[peer].host], theirs)]
-        lines = ["ranks of one group are in different collectives"]
+        rows = []
         for ranks, call in sorted(sides, key=lambda side: side[0]):
-            named = _native.rank_list([self.global_ranks[rank] for rank in ranks])
-            what = call.what.partition(_HIDDEN)[0]
-            lines.append(f"  {named}  {what} #{call.number} at {call.site}")
-        return "\n".join(lines)
+            named = _native.rank_list(sorted(self.global_ranks[rank] for rank in ranks))
+            host = self._warden.host_of(self.global_ranks[ranks[0]])
+            rows.append((f"{named} on host {host}", f"{words(call)} #{call.number}", call.site))
+        first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
+        table = "".join(f"\n  {a:{first}}  {b:{second}}  {site}" for a, b, site in rows)
+        return (
+            f"{words(mine).partition('(')[0]} #{mine.number} on group {self._group!r} does not "
+            f"match across hosts{table}\n{_likely_reason(mine, theirs)}"
+        )
 
     def _all_reduce(
         self, deadline: Deadline, tensor: Tensor, op: ReduceOp, squares: Tensor | None
@@ -379,6 +459,18 @@ class Hierarchy(GroupBackend):
             exchange.start()
             exchange.finish(deadline)
         self.local.barrier(timeout=deadline.left())
+
+
+def _likely_reason(mine: Call, theirs: Call) -> str:
+    sites = sorted({mine.site, theirs.site})
+    if mine.what != theirs.what and len(sites) == 1:
+        return f"the same line, {sites[0]}, gets other tensors or arguments on some ranks"
+    if words(mine) == words(theirs) and mine.number == theirs.number and len(sites) == 1:
+        return f"the same line, {sites[0]}, differs in the sizes of its parts or in its root"
+    return (
+        f"compare {' with '.join(sites)}; all ranks of a group must make the same calls in the "
+        "same order (look for a condition on the rank, or a loop that runs more often)"
+    )
 
 
 def _partial(op: ReduceOp) -> ReduceOp:

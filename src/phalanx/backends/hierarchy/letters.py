@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import cast
 
@@ -16,15 +17,17 @@ from torch import Tensor
 
 from phalanx import bystanders
 from phalanx.backends.base import GroupBackend
+from phalanx.backends.engines import sites
 from phalanx.backends.engines.mailbox import Failure, Pending, Receipt
 from phalanx.backends.engines.messages import MessageEngine
 from phalanx.backends.hierarchy.crossing import dtype_name, shown
 from phalanx.backends.hierarchy.topology import Topology
 from phalanx.backends.hierarchy.vigil import SLICE, Vigil
-from phalanx.errors import CollectiveMismatch, DistTimeout, expected
+from phalanx.errors import CollectiveMismatch, Deadlock, DistBackendError, DistTimeout, expected
 from phalanx.types import Deadline, Timeout
 from phalanx.work import ThreadWork, Work
 
+_WORTH_ASKING = 1.0  # seconds of waiting in vain, after which it matters what the other rank does
 _LOOK = 0.001  # seconds between looks for a message from any source
 
 
@@ -32,12 +35,19 @@ class Letters:
     """One rank's messages."""
 
     def __init__(
-        self, local: GroupBackend, engine: MessageEngine, topology: Topology, vigil: Vigil
+        self,
+        local: GroupBackend,
+        engine: MessageEngine,
+        topology: Topology,
+        vigil: Vigil,
+        ask: Callable[[int], str],
     ) -> None:
         self._local = local
         self._engine = engine
         self._topology = topology
         self._vigil = vigil
+        self._ask = ask
+        self._global_ranks = vigil.global_ranks
 
     def send(
         self, tensor: Tensor, dst: int, tag: int, timeout: float, async_op: bool
@@ -45,19 +55,33 @@ class Letters:
         if self._topology.is_local(dst):
             seat = self._topology.places[dst].seat
             return self._local.send(tensor, seat, tag, timeout=timeout, async_op=async_op)
-        label = dtype_name(tensor.dtype).encode()
-        deadline = Deadline(timeout)
-        work = self._engine.send(tensor, dst, tag, timeout=timeout, async_op=True, label=label)
+        doing = f"send({shown(tensor)}, tag={tag}) to rank {self._global_ranks[dst]}"
+        deadline, label = Deadline(timeout), dtype_name(tensor.dtype).encode()
+        with self._titled(doing), self._vigil.explained([dst]):
+            self._vigil.look([dst], 0)
+            work = self._engine.send(tensor, dst, tag, timeout=timeout, async_op=True, label=label)
         if not isinstance(work, Pending):
             return work if async_op else None
-        finish = partial(self._finish, work, deadline, dst)
+        finish = partial(self._finish, work, deadline, dst, doing)
         if async_op:
             return _in_background(finish, tensor)
         finish()
         return None
 
-    def _finish(self, work: Pending, deadline: Deadline, peer: int, doing: str = "") -> None:
-        self._vigil.wait(work, deadline, [peer], doing)
+    def _finish(self, work: Pending, deadline: Deadline, peer: int, doing: str) -> None:
+        with self._titled(doing):
+            # Of a large message nobody can tell from here whether it is about to be taken.
+            shown = "" if doing.startswith("send") else doing
+            try:
+                self._vigil.wait(work, deadline, [peer], shown)
+            except DistTimeout as error:
+                if deadline.limit < _WORTH_ASKING:
+                    raise
+                raise DistTimeout(f"{error}\n  {self._ask(peer)}") from None
+
+    def _titled(self, doing: str) -> AbstractContextManager[None]:
+        me = self._global_ranks[self._topology.rank]
+        return _titled(f"{doing} on group {self._vigil.group!r}, rank {me}, at {sites.here()}")
 
     def recv(
         self, tensor: Tensor, src: int | None, tag: int, timeout: float, async_op: bool
@@ -70,28 +94,26 @@ class Letters:
             seat = self._topology.places[src].seat
             got = self._local.recv(tensor, seat, tag, timeout=timeout, async_op=async_op)
             return _Receipt(cast(Work, got), src) if async_op else src
-        work = self._post(tensor, src, tag, timeout)
-        doing = f"recv({shown(tensor)}, tag={tag}) from rank {src}"
-        if not async_op:
-            self._finish(work, deadline, src, doing)
-            return src
+        doing = f"recv({shown(tensor)}, tag={tag}) from rank {self._global_ranks[src]}"
+        with self._titled(doing):
+            work = self._post(tensor, src, tag, timeout)
+        finish = partial(self._received, work, deadline, src, doing)
+        return _in_background(finish, tensor) if async_op else finish()
 
-        def finish() -> int:
-            self._finish(work, deadline, src)
-            return src
-
-        return _in_background(finish, tensor)
+    def _received(self, work: Pending, deadline: Deadline, source: int, doing: str) -> int:
+        self._finish(work, deadline, source, doing)
+        return source
 
     def _post(self, tensor: Tensor, src: int | None, tag: int, timeout: float) -> Receipt:
         """Ask for a message of another host."""
-        accept = partial(_accept, tensor, tag)
+        accept = partial(_accept, tensor)
         work = self._engine.recv(tensor, src, tag, timeout=timeout, async_op=True, accept=accept)
         return cast(Receipt, work)
 
     def _receive_any(self, tensor: Tensor, tag: int, deadline: Deadline) -> int:
         doing = f"recv({shown(tensor)}, tag={tag}) from any rank"
         others = [each for each in range(self._engine.size) if each != self._engine.rank]
-        with self._vigil.shown(doing, deadline, others, True) as check:
+        with self._titled(doing), self._vigil.shown(doing, deadline, others, True) as check:
             looked = time.monotonic()
             while True:
                 if (seat := self._try(self._local, tensor, tag)) is not None:
@@ -100,10 +122,10 @@ class Letters:
                     return source
                 now = time.monotonic()
                 if deadline.left() <= 0:
-                    raise DistTimeout(f"{doing}: nothing came before its timeout")
+                    raise DistTimeout(f"nothing came within {deadline.limit:g} s")
                 if now - looked > SLICE:
                     looked = now
-                    self._vigil.look([], check)
+                    self._vigil.look([], 0, check)
                 time.sleep(_LOOK)
 
     def _try(self, backend: GroupBackend, tensor: Tensor, tag: int) -> int | None:
@@ -115,15 +137,27 @@ class Letters:
             return None
 
 
-def _accept(tensor: Tensor, tag: int, source: int, label: bytes) -> Failure | None:
+def _accept(tensor: Tensor, source: int, label: bytes) -> Failure | None:
     name = label.decode()
     if name == dtype_name(tensor.dtype):
         return None
     return Failure(
         CollectiveMismatch,
-        f"recv({shown(tensor)}, tag={tag}) from rank {source}: it sent {name}: "
-        "send and receive tensors of one dtype",
+        f"rank {source} of the group sent {name}: send and receive tensors of one dtype",
     )
+
+
+@contextmanager
+def _titled(title: str) -> Iterator[None]:
+    """Have errors of a block say which message they are about."""
+    try:
+        with expected():
+            yield
+    except Deadlock:
+        raise  # the same on all ranks
+    except DistBackendError as error:
+        reason = getattr(error, "reason", str(error))
+        raise type(error)(f"{title}: {reason}") from None
 
 
 def _in_background(call: Callable[[], int | None], tensor: Tensor) -> ThreadWork:

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 
 from phalanx import _native, bystanders
 from phalanx.backends.engines.mailbox import Pending
-from phalanx.backends.hierarchy.warden import Warden
+from phalanx.backends.engines.messages import MessageEngine
+from phalanx.backends.hierarchy.warden import StoreLost, Warden
 from phalanx.errors import CollectiveMismatch, DistBackendError, DistTimeout, PeerFailed
 from phalanx.types import Deadline
 
-SLICE = 0.4  # seconds between two looks at what the other hosts tell
-_GRACE = 5.0  # after an engine has failed, until somebody has said why
+SLICE = 0.1  # seconds between two looks at what the warden knows
+_GRACE = 5.0  # for what has begun to come, and for word of why an engine has failed
 
 
 def _nothing() -> None:
@@ -22,32 +23,60 @@ def _nothing() -> None:
 
 
 class Vigil:
-    """How the ranks of one group wait for each other. Ranks here are group ranks."""
+    """How one rank waits for the others of its group. Ranks here are group ranks.
 
-    def __init__(self, warden: Warden | None, group: str, global_ranks: Sequence[int]) -> None:
+    Errors raised here say what has happened, and leave it to the caller to say to which operation.
+    """
+
+    def __init__(
+        self, warden: Warden, engine: MessageEngine, group: str, global_ranks: Sequence[int]
+    ) -> None:
         self._warden = warden
-        self._group = group
-        self._global_ranks = global_ranks
+        self._engine = engine
+        self.group = group
+        self.global_ranks = global_ranks
+        self._closed = threading.Event()
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed.is_set()
+
+    def close(self) -> None:
+        """Say that the group is closed: whoever still waits gives up at once."""
+        self._closed.set()
 
     def wait(
-        self, work: Pending, deadline: Deadline, needs: Sequence[int], doing: str = ""
+        self,
+        work: Pending,
+        deadline: Deadline,
+        needs: Sequence[int],
+        doing: str = "",
+        number: int = 0,
     ) -> None:
         """Wait for a message that takes these ranks.
 
         ``doing`` says what for, if only a new action of theirs can end the wait: until the message
-        has begun to come it may be part of a deadlock.
+        has begun to come it may be part of a deadlock. ``number`` is that of the collective, if it
+        belongs to one: what has broken a later one does not matter here.
         """
-        with self.shown(doing, deadline, needs) as check:
-            while not work.ended(min(deadline.left(), SLICE)):
-                self.look(needs, check if work.is_awaited() else _nothing)
-                if deadline.left() <= 0:
-                    raise self._timeout(needs)
-            error = work.exception()
-            if error is None:
-                return
-        if isinstance(error, DistBackendError) and not isinstance(error, CollectiveMismatch):
-            self._explain(error, needs)
-        raise error
+        try:
+            with self.shown(doing, deadline, needs) as check:
+                while not work.ended(min(deadline.left(), SLICE)):
+                    self.look(needs, number, check if work.is_awaited() else _nothing)
+                    if deadline.left() <= 0:
+                        self._expire(work, deadline.limit)
+                        break
+        except BaseException:
+            self._engine.withdraw(work)  # what comes now must not be written any more
+            raise
+        error = work.exception()
+        if error is not None:
+            raise self._cause(error, needs, number)
+
+    def _expire(self, work: Pending, limit: float) -> None:
+        """Give a wait up, unless its message has begun to come and is soon here."""
+        if self._engine.withdraw(work) or not work.ended(_GRACE):
+            raise DistTimeout(f"reached its timeout of {limit:g} s")
 
     @contextmanager
     def shown(
@@ -57,40 +86,55 @@ class Vigil:
 
         The block is given what to call for that; Deadlock is raised there.
         """
-        is_lane = bystanders.includes(threading.current_thread())
-        if self._warden is None or not doing or is_lane:
+        if not doing or bystanders.includes(threading.current_thread()):
             yield _nothing
             return
         kind = doing.partition("(")[0]
-        ranks = [self._global_ranks[rank] for rank in needs]
+        ranks = [self.global_ranks[rank] for rank in needs]
         roster, me = self._warden.roster, self._warden.rank
-        waiting = _native.Waiting(roster, me, self._group, doing, ranks, deadline.left(), kind, any)
+        waiting = _native.Waiting(roster, me, self.group, doing, ranks, deadline.left(), kind, any)
         try:
             yield waiting.check
         finally:
             waiting.close()
 
-    def look(self, needs: Sequence[int], check: Callable[[], None] = _nothing) -> None:
+    def look(self, needs: Sequence[int], number: int, check: Callable[[], None] = _nothing) -> None:
         """Raise what is known to keep a wait for these ranks from ending.
 
         ``check`` is what `shown` gave: others may have left over a deadlock that this is part of.
         """
-        if self._warden is not None:
-            self._warden.read()
-            check()
-            self._warden.check(self._group, [self._global_ranks[rank] for rank in needs])
+        check()
+        if self._closed.is_set():
+            raise DistBackendError("the group has been closed by its own rank")
+        self._warden.check(self.group, number, [self.global_ranks[rank] for rank in needs])
 
-    def _explain(self, error: DistBackendError, needs: Sequence[int]) -> None:
-        """Raise in place of an engine's error what the other hosts say of its cause."""
-        if self._warden is None:
-            return
+    @contextmanager
+    def explained(self, needs: Sequence[int], number: int = 0) -> Iterator[None]:
+        """Have an error of the engine say what the other hosts know of its cause."""
+        try:
+            yield
+        except DistBackendError as error:
+            raise self._cause(error, needs, number) from None
+
+    def _cause(self, error: BaseException, needs: Sequence[int], number: int) -> BaseException:
+        """Return what to raise for an engine's error: what the other hosts say of its cause."""
+        if isinstance(error, CollectiveMismatch) or not isinstance(error, DistBackendError):
+            return _bare(error)
         limit = time.monotonic() + _GRACE
-        while time.monotonic() < limit:
-            self.look(needs)
-            time.sleep(0.1)
-        names = ", ".join(str(self._global_ranks[rank]) for rank in needs)
-        raise PeerFailed(f"the connection to rank {names} failed: {error}") from None
+        try:
+            while time.monotonic() < limit:
+                self.look(needs, number)
+                if type(error) is DistBackendError:
+                    return _bare(error)  # of this rank's own
+                time.sleep(0.1)
+        except StoreLost as lost:
+            return PeerFailed(f"{_bare(error)}; {lost}")
+        except DistBackendError as cause:
+            return cause
+        return PeerFailed(str(_bare(error)))
 
-    def _timeout(self, needs: Sequence[int]) -> DistTimeout:
-        names = ", ".join(str(self._global_ranks[rank]) for rank in needs)
-        return DistTimeout(f"reached its timeout; not arrived: rank {names}, on another host")
+
+def _bare(error: BaseException) -> BaseException:
+    """Return an engine's error without the engine's name for what it was about."""
+    reason = getattr(error, "reason", None)
+    return error if reason is None else type(error)(reason)

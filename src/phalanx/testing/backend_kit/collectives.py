@@ -14,9 +14,10 @@ from phalanx.testing.backend_kit.inputs import (
     SHAPES,
     Rule,
     cells,
+    inputs_of,
+    is_reduction,
     laid_out,
     like,
-    reduced,
     same,
     started,
     values,
@@ -30,7 +31,7 @@ def all_reduce(backend: GroupBackend) -> None:
         for shape in [(5,), (3, 4)]:
             tensor = values(backend.rank, shape, dtype)
             backend.all_reduce(tensor, op)
-            same(tensor, reduced(backend, shape, dtype, op), op, dtype, shape)
+            is_reduction(backend, tensor, inputs_of(backend, shape, dtype), op, dtype, shape)
 
 
 def all_reduce_of_every_shape(backend: GroupBackend) -> None:
@@ -40,7 +41,8 @@ def all_reduce_of_every_shape(backend: GroupBackend) -> None:
             layout = LAYOUTS[(i + backend.rank) % len(LAYOUTS)]  # not the same on all ranks
             tensor = laid_out(values(backend.rank, shape, torch.float32), layout)
             backend.all_reduce(tensor, ReduceOp.SUM)
-            same(tensor, reduced(backend, shape, torch.float32, ReduceOp.SUM), shape, layout)
+            inputs = inputs_of(backend, shape, torch.float32)
+            is_reduction(backend, tensor, inputs, ReduceOp.SUM, shape, layout)
 
 
 def all_reduce_of_many_elements(backend: GroupBackend) -> None:
@@ -49,8 +51,19 @@ def all_reduce_of_many_elements(backend: GroupBackend) -> None:
         for dtype in (torch.float32, torch.bfloat16, torch.uint8):
             tensor = values(backend.rank, (count,), dtype)
             backend.all_reduce(tensor, ReduceOp.SUM)
-            expected = reduced(backend, (count,), dtype, ReduceOp.SUM)
-            assert torch.equal(tensor, expected), (count, dtype)
+            is_reduction(backend, tensor, inputs_of(backend, (count,), dtype), ReduceOp.SUM)
+
+
+def all_reduce_of_the_same_bits(backend: GroupBackend) -> None:
+    """All_reduce gives all ranks the same bits, whatever the order of summation."""
+    for count in (5, 1000, 70_001):
+        for dtype in (torch.float32, torch.bfloat16):
+            tensor = values(backend.rank, (count,), dtype)
+            backend.all_reduce(tensor, ReduceOp.SUM)
+            everybody = [torch.empty_like(tensor) for _ in range(backend.size)]
+            backend.all_gather(everybody, tensor)
+            for other in everybody:
+                same(other, tensor, count, dtype)
 
 
 def all_reduce_of_special_values(backend: GroupBackend) -> None:
@@ -61,7 +74,7 @@ def all_reduce_of_special_values(backend: GroupBackend) -> None:
             inputs = [special.roll(rank).to(dtype) for rank in range(backend.size)]
             tensor = inputs[backend.rank].clone()
             backend.all_reduce(tensor, op)
-            same(tensor, reduction.reduce(inputs, op), op, dtype)
+            is_reduction(backend, tensor, inputs, op, dtype)
 
 
 def all_reduce_with_squares(backend: GroupBackend) -> None:
@@ -71,7 +84,7 @@ def all_reduce_with_squares(backend: GroupBackend) -> None:
             tensor = values(backend.rank, (count,), dtype)
             squares = torch.full((1,), -1.0, dtype=torch.float64)
             backend.all_reduce(tensor, ReduceOp.AVG, squares=squares)
-            same(tensor, reduced(backend, (count,), dtype, ReduceOp.AVG), count, dtype)
+            is_reduction(backend, tensor, inputs_of(backend, (count,), dtype), ReduceOp.AVG)
             torch.testing.assert_close(
                 squares[0], reduction.sum_of_squares(tensor), rtol=1e-12, atol=0
             )
@@ -107,8 +120,10 @@ def reduce(backend: GroupBackend) -> None:
         before = values(backend.rank, shape, dtype)
         tensor = laid_out(before, LAYOUTS[i % len(LAYOUTS)])
         backend.reduce(tensor, root, op)
-        expected = reduced(backend, shape, dtype, op) if backend.rank == root else before
-        same(tensor, expected, op, dtype, shape, f"root {root}")
+        if backend.rank == root:
+            is_reduction(backend, tensor, inputs_of(backend, shape, dtype), op, dtype, shape)
+        else:
+            same(tensor, before, op, dtype, shape, f"root {root}")
 
 
 def all_gather(backend: GroupBackend) -> None:
@@ -170,10 +185,10 @@ def reduce_scatter(backend: GroupBackend) -> None:
                 [values(rank, shape, dtype, salt) for salt, shape in enumerate(shapes)]
                 for rank in range(size)
             ]
-            expected = reduction.reduce([each[backend.rank] for each in inputs], op)
-            output = like(expected, layout)
+            mine = [each[backend.rank] for each in inputs]
+            output = like(mine[0], layout)
             backend.reduce_scatter(output, inputs[backend.rank], op)
-            same(output, expected, op, dtype, shapes, layout)
+            is_reduction(backend, output, mine, op, dtype, shapes, layout)
 
 
 def reduce_scatter_single(backend: GroupBackend) -> None:
@@ -182,11 +197,11 @@ def reduce_scatter_single(backend: GroupBackend) -> None:
     for i, (op, dtype) in enumerate(cells()):
         shape, layout = SHAPES[i % len(SHAPES)], LAYOUTS[i % len(LAYOUTS)]
         inputs = [values(rank, (size, *shape), dtype) for rank in range(size)]
-        expected = reduction.reduce([each[backend.rank] for each in inputs], op)
+        mine = [each[backend.rank] for each in inputs]
         for own in (inputs[backend.rank], inputs[backend.rank].reshape(-1)):  # stacked, joined
-            output = like(expected, layout)
+            output = like(mine[0], layout)
             backend.reduce_scatter_single(output, laid_out(own, layout), op)
-            same(output, expected, op, dtype, shape, layout)
+            is_reduction(backend, output, mine, op, dtype, shape, layout)
 
 
 def all_to_all(backend: GroupBackend) -> None:
@@ -274,6 +289,7 @@ RULES: list[Rule] = [
     all_reduce,
     all_reduce_of_every_shape,
     all_reduce_of_many_elements,
+    all_reduce_of_the_same_bits,
     all_reduce_of_special_values,
     all_reduce_with_squares,
     all_reduce_of_a_leaf,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ def late_collectives(backend: GroupBackend) -> None:
 
 
 def missing_ranks(backend: GroupBackend) -> None:
-    """A monitored barrier that one does not come to raises on all others, and names it to rank 0."""
+    """A monitored barrier to which one does not come raises, and rank 0 is told its name."""
     missing = backend.size - 1
     if backend.rank != missing:
         limit = 5 * _SHORT if backend.rank == 0 else _PATIENCE
@@ -69,12 +70,13 @@ def failing(backend: GroupBackend) -> None:
 
 def _give_up(backend: GroupBackend, end: Callable[[], None]) -> None:
     if backend.rank == 0:
-        # By then somebody is on the way to waiting, or will find the group ended already.
-        backend.recv(torch.empty(1), backend.size - 1)
+        # By then all have a work, and wait for another message or are about to.
+        for peer in range(1, backend.size):
+            backend.recv(torch.empty(1), peer)
         end()
         return
     work = started(backend.recv(torch.empty(1), 0, 54, async_op=True))
-    if backend.rank == backend.size - 1:
+    with suppress(DistBackendError):  # the end may be here before this has returned
         backend.send(torch.ones(1), 0)
     for what, call in (
         ("a receive", lambda: backend.recv(torch.empty(1), 0, 9, timeout=_PATIENCE)),

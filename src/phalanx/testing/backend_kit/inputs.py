@@ -74,10 +74,34 @@ def same(got: Tensor, expected: Tensor, *case: object) -> None:
     assert bool(equal.all()), f"{case}: got {got.tolist()}, expected {expected.tolist()}"
 
 
-def reduced(
-    backend: GroupBackend, shape: Sequence[int], dtype: torch.dtype, op: ReduceOp
-) -> Tensor:
-    return reduction.reduce([values(rank, shape, dtype) for rank in range(backend.size)], op)
+def is_reduction(
+    backend: GroupBackend, got: Tensor, inputs: list[Tensor], op: ReduceOp, *case: object
+) -> None:
+    """Assert that ``got`` is the reduction of all ranks' inputs, as exactly as a backend says."""
+    expected = reduction.reduce(inputs, op)
+    is_exact = not (got.is_floating_point() or got.is_complex()) or op.name in ("MIN", "MAX")
+    if backend.in_rank_order or is_exact:
+        same(got, expected, op, *case)
+        return
+    assert (got.dtype, got.shape) == (expected.dtype, expected.shape), (got, expected, op, case)
+    # Each of the ranks' contributions may have been rounded once more, on its way to the result.
+    wide = [_wide(each) for each in inputs]
+    size = _wide(expected).abs() if op.name == "PRODUCT" else sum(each.abs() for each in wide)
+    room = 2 * backend.size * torch.finfo(got.dtype).eps * size
+    far = (_wide(got) - _wide(expected)).abs() > room
+    wrong = far | (got.isfinite() != expected.isfinite()) | (got.isnan() != expected.isnan())
+    assert not bool(wrong.any()), f"{op} {case}: got {got.tolist()}, expected {expected.tolist()}"
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
+def inputs_of(
+    backend: GroupBackend, shape: Sequence[int], dtype: torch.dtype, salt: int = 0
+) -> list[Tensor]:
+    """Return the inputs of all ranks."""
+    return [values(rank, shape, dtype, salt) for rank in range(backend.size)]
 
 
 def like(tensor: Tensor, layout: str) -> Tensor:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.backends import reduction
 from phalanx.backends.base import GroupBackend
 from phalanx.errors import DistTimeout
-from phalanx.testing.backend_kit.inputs import Rule, same, started, values
+from phalanx.testing.backend_kit.inputs import Rule, inputs_of, is_reduction, same, started, values
 from phalanx.types import ReduceOp
 
 
@@ -28,8 +27,8 @@ def works(backend: GroupBackend) -> None:
         assert work.is_completed()
         assert work.is_success()
         assert work.exception() is None
-        inputs = [values(rank, (100,), torch.float32, i) for rank in range(backend.size)]
-        same(tensors[i], reduction.reduce(inputs, ReduceOp.SUM), i)
+        inputs = inputs_of(backend, (100,), torch.float32, i)
+        is_reduction(backend, tensors[i], inputs, ReduceOp.SUM, i)
     result = open_works[0].result()
     assert len(result) == 1
     same(result[0], tensors[0])

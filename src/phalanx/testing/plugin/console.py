@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import pdb
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -58,7 +60,13 @@ class _Console(io.TextIOBase):
 
     def readline(self, size: int | None = -1) -> str:  # type: ignore[override]
         self.flush()
-        return cast(str, pool.say(Question()))
+        if threading.current_thread() is not threading.main_thread():
+            return cast(str, pool.say(Question()))
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is for who is asked
+        try:
+            return cast(str, pool.say(Question()))
+        finally:
+            signal.signal(signal.SIGINT, before)
 
 
 class _Debugger(pdb.Pdb):
@@ -159,10 +167,13 @@ class Terminal:
 
     def _answer(self) -> str:
         prompt, self._line = self._line, ""
-        try:
-            return f"{input(prompt)}\n"
-        except EOFError:
-            return ""
+        while True:
+            try:
+                return f"{input(prompt)}\n"
+            except EOFError:
+                return ""
+            except KeyboardInterrupt:
+                print("\n--KeyboardInterrupt--")
 
     @contextmanager
     def _uncaptured(self) -> Iterator[None]:

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -45,6 +46,7 @@ from phalanx.testing.plugin.rank_process import (
 from phalanx.testing.plugin.rank_process import (
     run as run_body,
 )
+from phalanx.types import seconds
 
 _POOL = pytest.StashKey[Pool]()
 
@@ -57,14 +59,18 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
     directory = tempfile.mkdtemp(prefix="test-", dir=pool.directory)
     body = _body(item, world, arguments, directory)
     task = processes.pack_task(run_body, (body,))
-    group = processes.Group(world.backend, world.group_timeout)
+    group = None if world.torch else processes.Group(world.backend, world.group_timeout)
     failures: list[Failure] = []
     try:
         with (
             _output(item, arguments, directory, world.size, failures),
             pool.ranks(world.size, task, group, terminal.hear) as ranks,
         ):
-            ranks.see_through(None if body.traces else world.timeout, False)
+            try:
+                ranks.see_through(None if body.traces else world.timeout, False)
+            except pytest.fail.Exception as error:  # somebody else's limit, of pytest-timeout say
+                error.msg = f"{error.msg}\n{_places(ranks)}"
+                raise
             failures += [_opened(each) for each in ranks.failures if not each.is_wanted]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -81,6 +87,13 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
             ),
             stacklevel=2,
         )
+
+
+def _places(ranks: processes.Processes) -> str:
+    """Say where ranks that still run stand."""
+    return "\n".join(
+        f"rank {each.rank}:\n{each.where()}" for each in ranks.ranks if each in ranks.running
+    )
 
 
 def _pool(config: pytest.Config) -> Pool:
@@ -111,6 +124,7 @@ def _body(
 ) -> Body:
     module = item.getparent(pytest.Module)
     assert module is not None
+    limit = world.group_timeout
     instance = vars(item.instance) if item.cls else {}
     return Body(
         path=module.path,
@@ -127,6 +141,8 @@ def _body(
         directory=directory,
         debugs=item.config.getoption("usepdb"),
         traces=item.config.getoption("trace"),
+        torch_backend=world.backend if world.torch else "",
+        group_timeout=None if limit is None else timedelta(seconds=seconds(limit)),
     )
 
 
@@ -262,6 +278,10 @@ def _error(
     item: pytest.Function, failures: list[Failure], size: int, terminal: console.Terminal
 ) -> BaseException:
     """Return what to raise for what ranks have told of their failures."""
+    if terminal.has_shown is not None:  # that one is told, whoever else has failed
+        failures = [
+            replace(each, when=0) if each.rank == terminal.has_shown else each for each in failures
+        ]
     error = reports.choose(first_real(failures, size), failures, size)
     if terminal.has_shown is not None:
         setattr(error, console.SHOWN, terminal)

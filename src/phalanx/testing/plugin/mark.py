@@ -112,8 +112,6 @@ def _check(mark: WorldMark) -> None:
         raise ValueError(f"interleavings is how many schedules: got {mark.interleavings!r}")
     if mark.interleavings and mark.ranks == "processes":
         raise ValueError("interleavings needs ranks='threads': processes cannot be scheduled")
-    if mark.interleavings and mark.torch:
-        raise ValueError("interleavings and torch=True do not go together")
 
 
 def _is_number(given: object) -> bool:
@@ -131,6 +129,12 @@ def require(item: pytest.Item, name: str) -> NoReturn:
 
 def check_body(item: pytest.Item, body: Any) -> None:
     """Refuse a test that cannot be run on ranks."""
+    if hasattr(body, "hypothesis") and _parse(item)[1].ranks == "processes":
+        pytest.fail(
+            f"{item.nodeid}: Hypothesis would draw other examples on each rank that is a process: "
+            "run the test with ranks='threads', where an example is drawn once for all ranks",
+            pytrace=False,
+        )
     if inspect.iscoroutinefunction(body) or inspect.isasyncgenfunction(body):
         pytest.fail(
             f"{item.nodeid}: an async test cannot run on ranks: make it a plain function, and call "

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import pytest
 
@@ -16,6 +18,9 @@ from phalanx.launch.outcomes import Failure
 
 # These read what Python code writes, of which the rank is known.
 _OF_PYTHON = {"capsys", "capsysbinary"}
+
+# Where torch.distributed logs every failing call, for whoever puts a handler there.
+_FOR_NOBODY = "c10d-NullHandler"
 
 
 @contextmanager
@@ -31,14 +36,14 @@ def kept_apart(item: pytest.Function, arguments: dict[str, Any]) -> Iterator[Cap
     with _logs(item) as records:
         if not readers and item.config.getoption("capture") in ("no", "tee-sys"):
             with voices.labelled():
-                yield Captures(arguments, records)
+                yield Captures(records)
         elif not readers <= _OF_PYTHON.intersection(arguments):
             with voices.whole_lines():
-                yield Captures(arguments, records)
+                yield Captures(records)
         else:
-            with voices.collected() as heard:
+            with _terminal(item.funcargs, readers) as terminal, voices.collected() as heard:
                 try:
-                    yield Captures(arguments, records, heard)
+                    yield Captures(records, heard, terminal)
                 finally:
                     for rank in heard.ranks():
                         for name in voices.NAMES:
@@ -49,6 +54,31 @@ def add_section(item: pytest.Item, rank: int, name: str, text: str) -> None:
     """Add what a rank has written to stdout, stderr or log to the test's report."""
     if text:
         item.add_report_section(f"call (rank {rank})", name, text)
+
+
+@contextmanager
+def _terminal(funcargs: dict[str, Any], readers: set[str]) -> Iterator[dict[str, IO[str]]]:
+    """Yield streams that pass what captures, if the test reads output: for `capsys.disabled()`.
+
+    They are opened before there are ranks: while capturing is turned off, it is so for all.
+    """
+    with ExitStack() as stack:
+        found = {}
+        for reader in sorted(readers)[:1]:
+            with funcargs[reader].disabled():
+                for name in voices.NAMES:
+                    found[name] = _copied(getattr(sys, name), stack)
+        yield found
+
+
+def _copied(stream: Any, stack: ExitStack) -> IO[str]:
+    """Return a stream to where another leads now, wherever its descriptor leads later."""
+    try:
+        descriptor = os.dup(stream.fileno())
+    except (AttributeError, OSError, ValueError):  # it has none, and leads where it leads
+        return cast("IO[str]", stream)
+    # Line by line: what one rank prints is not torn by what others do.
+    return stack.enter_context(open(descriptor, "w", buffering=1, encoding=stream.encoding))
 
 
 @contextmanager
@@ -76,7 +106,7 @@ class _Records(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         members = identity.ancestry(identity.here.rank)
-        if members:
+        if members and not record.name.startswith(_FOR_NOBODY):
             line = self._handler.format(record)
             with self._lock:
                 self.lines[members[-1].rank].append(line)
@@ -84,23 +114,25 @@ class _Records(logging.Filter):
 
 
 class Captures:
-    """The arguments of the test, with what reads output replaced for each rank."""
+    """What is captured of ranks."""
 
     def __init__(
-        self, arguments: dict[str, Any], records: _Records, heard: voices.Heard | None = None
+        self,
+        records: _Records,
+        heard: voices.Heard | None = None,
+        terminal: Mapping[str, IO[str]] | None = None,
     ) -> None:
-        self._arguments = arguments
         self._records = records
+        self._terminal = terminal
         self._heard = heard
-        self._opening = _Opening()
 
-    def of_rank(self, rank: int) -> dict[str, Any]:
-        """Return the arguments for one rank."""
-        given = dict(self._arguments)
+    def of_rank(self, rank: int, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a test with what reads output replaced for one rank."""
+        given = dict(arguments)
         if self._heard is not None:
             for name in _OF_PYTHON.intersection(given):
                 encoding = "utf-8" if name == "capsysbinary" else None
-                given[name] = _Reader(self._heard, rank, encoding, self._opening, given[name])
+                given[name] = _Reader(self._heard, rank, encoding, self._terminal or {})
         return given
 
     def forget_output(self) -> None:
@@ -117,35 +149,6 @@ class Captures:
             lines[:] = [line for line in lines if not line.endswith(same)]
 
 
-class _Opening:
-    """Capturing turned off for one rank or several at a time."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._users = 0
-        self._stack = ExitStack()
-
-    @contextmanager
-    def of(self, capture: Any) -> Iterator[None]:
-        """Let what the calling rank writes pass `capture` and what else captures."""
-        me = identity.ancestry(identity.here.rank)[-1]
-        with self._lock:
-            if self._users == 0:
-                self._stack.enter_context(capture.disabled())
-                voices.listen_again()
-            self._users += 1
-        voices.let_through(me)
-        try:
-            yield
-        finally:
-            voices.hear_again(me)
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    self._stack.close()
-                    voices.listen_again()
-
-
 class _Output(NamedTuple):
     out: Any
     err: Any
@@ -159,11 +162,10 @@ class _Reader:
         heard: voices.Heard,
         rank: int,
         encoding: str | None,
-        opening: _Opening,
-        capture: Any,
+        terminal: Mapping[str, IO[str]],
     ) -> None:
-        self._heard, self._rank, self._encoding = heard, rank, encoding
-        self._opening, self._capture = opening, capture
+        self._heard, self._rank = heard, rank
+        self._encoding, self._terminal = encoding, terminal
 
     def readouterr(self) -> _Output:
         """Return, and forget, what the rank has written."""
@@ -173,5 +175,9 @@ class _Reader:
     @contextmanager
     def disabled(self) -> Iterator[None]:
         """Do not capture what this rank writes, for the length of a block."""
-        with self._opening.of(self._capture):
+        me = identity.ancestry(identity.here.rank)[-1]
+        voices.let_through(me, self._terminal)
+        try:
             yield
+        finally:
+            voices.hear_again(me)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bdb
 import copy
+import importlib
 import io
 import logging
 import os
@@ -19,9 +20,10 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 
@@ -68,6 +70,8 @@ class Body:
     directory: str  # for what it writes
     debugs: bool  # its failure, in pdb
     traces: bool  # it from its first line on, on rank 0
+    torch_backend: str  # of torch.distributed's default group, "" if it is Phalanx that has one
+    group_timeout: timedelta | None
 
 
 class Issued(NamedTuple):
@@ -141,7 +145,9 @@ class _Plugin:
     def module(self, path: Path) -> pytest.Module:
         """Return the test module of a file, imported as pytest imports it."""
         module: pytest.Module = pytest.Module.from_parent(self._session, path=path)
-        _ = module.obj
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the main process has imported it, and told of them
+            _ = module.obj
         return module
 
     def call(self, body: Body, work: Callable[[], Any]) -> tuple[Any, list[Issued]]:
@@ -191,11 +197,11 @@ class _Item(pytest.Item):
 _here: _Plugin | None = None
 
 
-def run(body: Body) -> Answer:
-    """Be a rank that runs the body of a test."""
+def run(*told: Any) -> Answer:
+    """Be a rank that runs the body of a test, the last that it is told."""
     plugin = _here
     assert plugin is not None
-    rank = int(os.environ["RANK"])
+    rank, body = int(os.environ["RANK"]), cast(Body, told[-1])
     with _written_down(body.directory, rank, body.log_level), console.at_hand(rank) as debugger:
         work = _Work(body, plugin, rank, debugger)
         result, issued = plugin.call(body, work.do)
@@ -216,6 +222,8 @@ class _Work:
         body = self._body
         try:
             with ExitStack() as stack:
+                if body.torch_backend:
+                    stack.enter_context(_torch_group(body, self._rank))
                 function, given = self._prepare(stack)
                 if body.traces and self._rank == 0:
                     return self._debugger.runcall(function, **given)
@@ -264,6 +272,23 @@ class _Work:
             attributes = {name: value for name, value in vars(error).items() if name != "__notes__"}
             return Raised(kind, (error.msg, attributes, origin), self._when, issued)
         return Raised("", tracebacks.parcel(error), self._when, issued)
+
+
+@contextmanager
+def _torch_group(body: Body, rank: int) -> Iterator[None]:
+    """Make the default group of torch.distributed; what is left after an error is not reused."""
+    dist = importlib.import_module("phalanx.torch_backend.theirs").dist
+    store = dist.FileStore(str(Path(body.directory, "store")), body.size)
+    dist.init_process_group(
+        body.torch_backend,
+        store=store,
+        rank=rank,
+        world_size=body.size,
+        timeout=body.group_timeout,
+    )
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class StandIn(NamedTuple):

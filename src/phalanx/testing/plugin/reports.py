@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import pytest
@@ -61,6 +62,15 @@ def begin_in_program(error: BaseException) -> BaseException:
     return error.with_traceback(program[0])
 
 
+def _labels(error: BaseException | None) -> Iterator[str]:
+    """Yield what may say whose error it is: notes, or a cause where Python has no notes."""
+    while error is not None:
+        yield from getattr(error, "__notes__", [])
+        if sys.version_info < (3, 11):
+            yield str(error)
+        error = error.__cause__ or error.__context__
+
+
 def shape(report: pytest.TestReport, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
     """Put the rank into the short summary; leave out frames if none is of the test."""
     if report.outcome != "failed":
@@ -71,6 +81,6 @@ def shape(report: pytest.TestReport, excinfo: pytest.ExceptionInfo[BaseException
     ):
         report.longrepr = excinfo.getrepr(style="value")
     crash = getattr(report.longrepr, "reprcrash", None)
-    who = _WHO.search("\n".join(getattr(excinfo.value, "__notes__", [])))
+    who = _WHO.search("\n".join(_labels(excinfo.value)))
     if crash is not None and who:
         crash.message = f"{who[1]}: {crash.message}"

@@ -19,12 +19,12 @@ from urllib.parse import parse_qs, urlparse
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from phalanx.dispatch import untrace
 from phalanx.testing.torch_threads import environment
 from phalanx.testing.torch_threads.compiling import for_ranks
 from phalanx.testing.torch_threads.ranks import OwnHandlers, States, mine
 from phalanx.torch_backend import handlers, lifted, replacing
 from phalanx.torch_backend.theirs import c10d, dist, state
-from phalanx.torch_backend.untraced import untrace
 from phalanx.types import seconds
 from phalanx_autoload import NAME
 
@@ -191,7 +191,7 @@ def active_model(kind: Any) -> Any:
     return kind._active_ddp_module if rank is None else rank.model
 
 
-untrace(inspect.unwrap(inside_forward))
+untrace(inspect.unwrap(inside_forward), "it tells ranks apart")
 
 
 @functools.wraps(_compile)

@@ -1,0 +1,238 @@
+"""What is said on all hosts when a group over hosts fails. Ranks are threads on pretended hosts."""
+
+import threading
+import time
+
+import pytest
+import torch
+from pretended_hosts import on_hosts
+
+import phalanx as dist
+
+
+def told(fn, layout="aabb", **options):
+    """Return what each rank raised."""
+    return on_hosts(fn, layout, return_exceptions=True, **options)
+
+
+def all_say(errors, kind, *facts):
+    texts = [str(error) for error in errors]
+    for error, text in zip(errors, texts, strict=True):
+        assert type(error) is kind, f"{error!r}"
+        for fact in facts:
+            assert fact in text, f"{fact!r} is not in: {text}"
+    return texts
+
+
+def differ_across():
+    dist.barrier()
+    tensor = torch.full((4,), 7.0)
+    try:
+        if dist.get_rank() < 2:
+            dist.all_reduce(tensor)
+        else:
+            dist.broadcast(tensor, 1)
+    finally:
+        assert tensor.tolist() == [7.0] * 4
+
+
+def test_collectives_that_differ_across_hosts():
+    errors = told(differ_across)
+    texts = all_say(
+        errors,
+        dist.CollectiveMismatch,
+        "#2 on group 'world' does not match across hosts",
+        "ranks 0, 1 on host host-a  all_reduce(float32[4], SUM) #2  test_hierarchy_failures.py",
+        "ranks 2, 3 on host host-b  broadcast(float32[4]) #2",
+        "in differ_across",
+    )
+    assert len(set(texts)) == 1
+
+
+def differ_on_one():
+    dist.barrier()
+    dist.all_reduce(torch.ones(5 if dist.get_rank() == 3 else 4))
+
+
+def test_collectives_that_differ_on_one_host():
+    texts = all_say(
+        told(differ_on_one),
+        dist.CollectiveMismatch,
+        "all_reduce #2 on group 'world' does not match across ranks",
+        "rank 2  all_reduce(float32[4], SUM)",
+        "rank 3  all_reduce(float32[5], SUM)",
+        "gets tensors of different shape",
+    )
+    assert len(set(texts)) == 1
+
+
+def differ_in_the_background():
+    works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
+    works.append(dist.all_reduce(torch.ones(4 if dist.get_rank() else 5), async_op=True))
+    for work in works[:3]:
+        work.wait()
+    works[3].wait()
+
+
+def test_asynchronous_calls_that_differ_are_named_by_their_lines():
+    texts = all_say(told(differ_in_the_background, "abc"), dist.CollectiveMismatch, "#4 on group")
+    assert all("test_hierarchy_failures.py" in text for text in texts)
+
+
+def come_too_late(done):
+    dist.barrier()
+    if dist.get_rank() == 3:
+        done.wait(30)
+        return ""
+    try:
+        with pytest.raises(dist.DistTimeout) as caught:
+            dist.all_reduce(torch.ones(5))
+        # Messages go on, collectives do not.
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(1), 2)
+        elif dist.get_rank() == 2:
+            dist.recv(torch.ones(1), 0)
+        with pytest.raises(dist.DistTimeout):
+            dist.barrier()
+    finally:
+        if dist.get_rank() == 2:
+            done.set()
+    return str(caught.value)
+
+
+def test_who_is_late_is_told_with_what_it_does():
+    texts = on_hosts(come_too_late, "aabb", threading.Event(), group_timeout=1)
+    for rank, text in enumerate(texts[:3]):
+        lines = text.splitlines()
+        assert lines[0].startswith(f"all_reduce #2 on group 'world', rank {rank}, at ")
+        assert lines[0].endswith("in come_too_late: reached its timeout of 1 s")
+        assert lines[1] == "  arrived: ranks 0-2; not arrived: rank 3"
+        assert "rank 3 on host host-b is busy in its own code" in lines[2]
+        assert "its last call here: barrier() #1 at test_hierarchy_failures.py" in lines[2]
+
+
+def receive_in_vain(done):
+    if dist.get_rank() == 1:
+        done.wait(30)
+        return ""
+    with pytest.raises(dist.DistTimeout) as caught:
+        dist.recv(torch.ones(5), 1)
+    done.set()
+    return str(caught.value)
+
+
+def test_who_does_not_send_is_told_with_what_it_does():
+    text = on_hosts(receive_in_vain, "ab", threading.Event(), group_timeout=1)[0]
+    assert text.startswith("recv(float32[5], tag=0) from rank 1 on group 'world', rank 0, at test_")
+    assert text.endswith(
+        "reached its timeout of 1 s\n  rank 1 on host host-b has made no call on this group yet"
+    )
+
+
+def fail():
+    dist.barrier()
+    if dist.get_rank() == 3:
+        raise ValueError("enough of it")
+    dist.all_reduce(torch.ones(50_000))
+
+
+@pytest.mark.parametrize("layout", ["aabb", "abcd"])
+def test_a_rank_that_raises_is_named_on_all_hosts(layout):
+    *errors, own = told(fail, layout)
+    assert isinstance(own, ValueError)
+    for rank, error in enumerate(errors):
+        all_say([error], dist.PeerFailed, "rank 3 raised an exception", "enough of it")
+        assert str(error).startswith(f"all_reduce #2 on group 'world', rank {rank}, at test_hier")
+
+
+def leave():
+    if dist.get_rank() == 3:
+        return
+    dist.all_reduce(torch.ones(4))
+
+
+def test_a_rank_that_leaves_is_named_on_all_hosts():
+    all_say(told(leave, "abcd")[:3], dist.PeerFailed, "rank 3 on host host-d has left this group")
+
+
+def receive_from_each_other():
+    rank = dist.get_rank()
+    if rank in (0, 3):
+        dist.recv(torch.ones(5), 3 - rank)
+
+
+def test_a_deadlock_of_messages():
+    errors = told(receive_from_each_other)
+    cycle = "cycle: rank 0 -> rank 3 -> rank 0"
+    all_say([errors[0], errors[3]], dist.Deadlock, cycle, "everybody receives first", "at test_hie")
+
+
+def receive_while_others_meet():
+    if dist.get_rank() == 0:
+        dist.recv(torch.ones(5), 3)
+    dist.all_reduce(torch.ones(4))
+
+
+def test_a_deadlock_of_a_message_and_a_collective():
+    all_say(
+        told(receive_while_others_meet),
+        dist.Deadlock,
+        "rank 0  waits for rank 3  in recv(float32[5], tag=0) from rank 3 on group 'world'",
+        "rank 1  waits for rank 0  in all_reduce(float32[4], SUM) on group 'world'",
+        "rank 2  waits for rank 0  in all_reduce(float32[4], SUM) on group 'world'",
+    )
+
+
+def meet_in_two_orders():
+    groups = [dist.new_group([0, 3]), dist.new_group([0, 3])]
+    if dist.get_rank() in (0, 3):
+        if dist.get_rank() == 3:
+            groups.reverse()
+        for group in groups:
+            dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_a_deadlock_of_two_groups():
+    errors = told(meet_in_two_orders)
+    all_say([errors[0], errors[3]], dist.Deadlock, "in different order", "on group '1'", "'2'")
+
+
+def be_slow_in_a_group_that_others_break(broken):
+    rank = dist.get_rank()
+    if rank == 2:
+        broken.wait(30)
+        time.sleep(1)  # all of it has been told by now
+    tensor = torch.full((3,), float(rank))
+    dist.broadcast(tensor, 0)
+    assert tensor[0] == 0
+    try:
+        if rank == 0:
+            dist.all_reduce(torch.ones(3))
+        else:
+            dist.all_reduce(torch.ones(4))
+    finally:
+        broken.set()
+
+
+def test_what_breaks_later_does_not_disturb_what_is_complete():
+    errors = told(
+        lambda broken: be_slow_in_a_group_that_others_break(broken), "abc", broken=threading.Event()
+    )
+    all_say(errors, dist.CollectiveMismatch, "all_reduce #2")
+
+
+def send_another_dtype():
+    if dist.get_rank() == 0:
+        dist.send(torch.ones(4, dtype=torch.float64), 1)
+        dist.send(torch.ones(4), 1)
+        return ""
+    with pytest.raises(dist.CollectiveMismatch) as caught:
+        dist.recv(torch.ones(8), 0)
+    dist.recv(torch.ones(4), 0)
+    return str(caught.value)
+
+
+def test_a_message_of_another_dtype_is_refused_and_the_next_one_is_not():
+    text = on_hosts(send_another_dtype, "ab")[1]
+    assert "recv(float32[8], tag=0) from rank 0 on group 'world', rank 1, at test_hier" in text
+    assert "sent float64" in text
