@@ -5,8 +5,8 @@
 
 Ranks are threads here, eight to a host that is none, and there is no data: their engine connects
 nobody. All else is real: each rank has its own connection to the store, its part of the board of
-its host, and its warden, as on as many machines. But all of them share the cores and the
-interpreter of one process, so that times are those of all ranks' work one after the other.
+its host, and its warden, as on as many machines. But all of them share the cores of one, so that
+times are those of all ranks' work one after the other.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from .documents import Table, show_tables
 
 RANKS_PER_HOST = 8
 PROCESSES = 4  # that clients of the store live in
+RANKS_PER_PROCESS = 128
 TIMEOUT = 300.0
 ADDRESS = "127.0.0.1"
 
@@ -71,8 +72,7 @@ class NoWire(Wire):
 
 
 def _connect_nobody(options: BackendOptions, pg_options: object = None) -> MessageEngine:
-    where = options.global_ranks, options.timeout, options.group_id
-    return MessageEngine("nothing", NoWire(), options.group_rank, *where)
+    return MessageEngine("nothing", NoWire(), options, {})
 
 
 def memory() -> float:
@@ -108,54 +108,90 @@ class Rank:
         self.groups.append(create.create(options))
 
 
-def simulate(size: int) -> dict[str, float]:
-    """Bring ranks together, let a host die, and return what it took."""
+PHASES = {"connect": Rank.connect, "check_in": Rank.check_in}
+PHASES |= {"world": Rank.make_group, "new_group": Rank.make_group}
+
+
+def be_ranks(numbers: range, size: int, port: int, link: Any) -> None:
+    """Be some of the ranks, and go from phase to phase as one is told over `link`."""
     os.environ[create.ENGINE] = "nothing"
     Backend.register_backend("nothing", _connect_nobody, extended_api=True, devices="cpu")
     threading.stack_size(512 << 10)
     mine = threading.local()
     hosts.this_host = lambda: mine.host
-    master = TCPStore(ADDRESS, 0, is_master=True, timeout=TIMEOUT)
-    ranks = [Rank(rank, size, master.port) for rank in range(size)]
-    start = threading.Barrier(size + 1)
-    phases = {"connect": Rank.connect, "check_in": Rank.check_in}
-    phases |= {"world": Rank.make_group, "new_group": Rank.make_group}
+    ranks = {number: Rank(number, size, port) for number in numbers}
+    turn = threading.Barrier(len(numbers) + 1)
 
-    def live(rank: int) -> None:
-        host = f"host{rank // RANKS_PER_HOST}"
+    def live(number: int) -> None:
+        host = f"host{number // RANKS_PER_HOST}"
         mine.host = Host(host, host, os.getpid())
-        for phase in phases.values():
-            start.wait()
-            phase(ranks[rank])
-        start.wait()
+        try:
+            for phase in PHASES.values():
+                turn.wait()
+                phase(ranks[number])
+                turn.wait()
+        except BaseException:
+            turn.abort()  # ends this process, and with it the run
+            raise
 
     before = memory()
-    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    found: dict[str, float] = {"ranks": size}
-    start.wait()
-    for name in phases:
-        began = time.perf_counter()
-        start.wait()  # all are through
-        found[name] = time.perf_counter() - began
-    found["memory"] = (memory() - before) / size
-    found["detection"] = let_a_host_die(ranks)
-    return found
-
-
-def let_a_host_die(ranks: list[Rank]) -> float:
-    """Return the seconds until all hosts know that the last one has gone silent."""
-    dead = range(len(ranks) - RANKS_PER_HOST, len(ranks))
-    for rank in dead:
-        ranks[rank].shared["warden"].close()
-    began = time.perf_counter()
-    for rank in range(len(ranks) - RANKS_PER_HOST):
-        while not ranks[rank].shared["roster"].obituary(dead[0], False):
-            if time.perf_counter() - began > TIMEOUT:
-                raise TimeoutError(f"rank {rank} was not told within {TIMEOUT:g} s")
+    for number in numbers:
+        threading.Thread(target=live, args=(number,), daemon=True).start()
+    link.send("here")
+    for _ in PHASES:
+        link.recv()
+        turn.wait()
+        turn.wait()  # all are through
+        link.send("done")
+    link.send(memory() - before)
+    dead = range(size - RANKS_PER_HOST, size)
+    link.recv()
+    for number in numbers:
+        if number in dead:
+            ranks[number].shared["warden"].close()
+    for number in numbers:
+        roster = ranks[number].shared["roster"]
+        while number not in dead and not roster.obituary(dead[0], False):
             time.sleep(0.02)
-    return time.perf_counter() - began
+    link.send("told")
+    link.recv()
+    os._exit(0)  # past the wardens of a world that nobody leaves
+
+
+def simulate(size: int) -> dict[str, float]:
+    """Bring ranks together, let a host die, and return what it took."""
+    context = multiprocessing.get_context("spawn")
+    master = TCPStore(ADDRESS, 0, is_master=True, timeout=TIMEOUT)
+    each = max(size // RANKS_PER_PROCESS, 1)
+    share = size // each
+    links, processes = [], []
+    for first in range(0, size, share):
+        here, there = context.Pipe()
+        arguments = (range(first, first + share), size, master.port, there)
+        processes.append(context.Process(target=be_ranks, args=arguments, daemon=True))
+        processes[-1].start()
+        there.close()
+        links.append(here)
+
+    def all_do() -> float:
+        began = time.perf_counter()
+        for link in links:
+            link.send("go")
+        for link in links:
+            link.recv()
+        return time.perf_counter() - began
+
+    for link in links:
+        link.recv()
+    found: dict[str, float] = {"ranks": size}
+    for name in PHASES:
+        found[name] = all_do()
+    found["memory"] = sum(link.recv() for link in links) / size
+    found["detection"] = all_do()
+    for link, process in zip(links, processes, strict=True):
+        link.send("end")
+        process.join()
+    return found
 
 
 def be_clients(port: int, number: int, total: int, link: Any) -> None:
@@ -216,33 +252,13 @@ def crowd(number: int) -> dict[str, float]:
     return found
 
 
-def alone(call: Callable[[int], dict[str, float]], number: int) -> dict[str, float]:
-    """Run in a process of its own, and return what it found."""
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=_answer, args=(call, number, there))
-    process.start()
-    there.close()
-    try:
-        found: dict[str, float] = here.recv()
-    finally:
-        process.join()
-    return found
-
-
-def _answer(call: Callable[[int], dict[str, float]], number: int, link: Any) -> None:
-    link.send(call(number))
-    link.close()
-    os._exit(0)  # past the wardens of a world that nobody leaves
-
-
 def run(plan: Plan) -> dict[str, list[dict[str, float]]]:
     """Measure everything, saying so as it goes."""
     found: dict[str, list[dict[str, float]]] = {"clients": [], "ranks": []}
     for kind, call, numbers in (("clients", crowd, plan.clients), ("ranks", simulate, plan.ranks)):
         for number in numbers:
             print(f"{number} {kind}", flush=True)
-            found[kind].append(alone(call, number))
+            found[kind].append(call(number))
     return found
 
 

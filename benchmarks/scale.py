@@ -285,7 +285,7 @@ server raises its soft limit up to the hard one by itself (`ulimit -Hn`), and sa
 that no longer fits, and to nobody else, that there are none left."""
 
 RANKS = """\
-These ranks are threads of one process, and have no data to send. All else is real: connections,
+These ranks are threads, 128 to a process, and have no data to send. All else is real: connections,
 boards of hosts, wardens. *Check in* is the meeting of all ranks; *the world* is the first group,
 which tells all ranks of all hosts who is where and makes their boards; *new_group* is another group
 of everybody. Two cores do the work of all ranks here, where each has its own on real hosts: what

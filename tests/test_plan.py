@@ -17,6 +17,7 @@ from phalanx.parallel import buckets
 from phalanx.plan import fitting, model
 from phalanx.plan.command import winners
 from phalanx.plan.model import ALGORITHMS, Engine, Layout, Link, Machine, Model, best
+from phalanx.testing.hosts import Hosts
 
 MACHINE = Machine(
     flat=Engine(message=1e-4, byte=1e-9),
@@ -214,3 +215,22 @@ def test_a_machine_that_cannot_be_read(tmp_path, capsys):
     (tmp_path / "machine.json").write_text('{"machine": {"flat": 3}}')
     assert main(["plan", "--machine", str(tmp_path / "machine.json")]) == 1
     assert "--measure FILE" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--plot", "plan.txt"], "end it with .png"),
+        (["--json", "/nowhere/plan.json"], "No such file or directory"),
+        (["--measure", "/nowhere/machine.json"], "No such file or directory"),
+    ],
+)
+def test_files_that_cannot_be_written(words, said, capsys):
+    assert main(["plan", *words]) == 1
+    assert said in capsys.readouterr().err
+
+
+def test_a_machine_without_hosts_is_not_measured(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(Hosts, "unavailable", staticmethod(lambda: "there is no command ip"))
+    assert main(["plan", "--measure", str(tmp_path / "machine.json")]) == 1
+    assert "there is no command ip" in capsys.readouterr().err

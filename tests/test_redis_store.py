@@ -14,11 +14,15 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+import torch
+from hosts import needs_hosts
 
+import phalanx as dist
 from phalanx.errors import DistError, DistNetworkError, DistStoreError, StoreTimeout
 from phalanx.extras import MissingExtra
 from phalanx.stores import PrefixStore, RedisStore
 from phalanx.stores.rendezvous import check_in, rendezvous
+from phalanx.testing.hosts import Hosts
 from phalanx.testing.store_kit import check_store
 
 redis = pytest.importorskip("redis", reason='needs redis: pip install "phalanx[redis]"')
@@ -323,3 +327,49 @@ def test_a_job(own_server, program):
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     assert own_server.keys() == []
+
+
+PLACE = "redis://host0:6379/0"
+
+
+def add_up() -> list[float]:
+    dist.init_process_group(init_method=PLACE)
+    found = []
+    for group in (None, dist.new_group([0, 3])):
+        x = torch.ones(1)
+        dist.all_reduce(x, group=group)
+        found.append(x.item())
+    dist.destroy_process_group()
+    return found
+
+
+def wait_for_the_last() -> str:
+    dist.init_process_group(init_method=PLACE)
+    dist.barrier()
+    if dist.get_rank() == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(dist.PeerFailed) as caught:
+        dist.barrier()
+    return str(caught.value)
+
+
+@pytest.fixture
+def hosts_with_redis() -> Iterator[Hosts]:
+    with Hosts(2, ranks=2) as hosts:
+        hosts[0].start([BINARY, "--save", "", "--protected-mode", "no"])
+        waiting = ["sh", "-c", "until redis-cli ping; do :; done"]
+        hosts[0].run([word.replace("redis", Path(BINARY).name.split("-")[0]) for word in waiting])
+        yield hosts
+
+
+@needs_hosts
+def test_a_job_on_several_hosts(hosts_with_redis):
+    assert hosts_with_redis.launch(add_up) == [[4.0, 2.0], [4.0, 1.0], [4.0, 1.0], [4.0, 2.0]]
+
+
+@needs_hosts
+def test_a_death_is_told_on_all_hosts(hosts_with_redis):
+    found = hosts_with_redis.launch(wait_for_the_last, return_exceptions=True)
+    for told in found[:3]:
+        assert "rank 3 " in told
+        assert "host1" in told

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from phalanx.bench.command import PICTURES
 from phalanx.bench.results import parse_bytes, readable_bytes, readable_seconds
 from phalanx.commands import CommandError
 from phalanx.debug.text import table
@@ -59,6 +60,7 @@ def configure(parser: ArgumentParser) -> None:
 
 
 def run(arguments: Namespace) -> int:
+    _check_outputs(arguments)
     if arguments.measure:
         return _measure(arguments)
     machine = _machine(arguments)
@@ -76,6 +78,20 @@ def run(arguments: Namespace) -> int:
 
         draw(arguments.plot, model, arguments.bytes)
     return 0
+
+
+def _check_outputs(arguments: Namespace) -> None:
+    """Find out before a measurement that it cannot be kept."""
+    if arguments.plot and arguments.plot.suffix.lower() not in PICTURES:
+        raise CommandError(
+            f"cannot draw into {str(arguments.plot)!r}: end it with .png, .svg or .pdf"
+        )
+    for path in (arguments.measure, arguments.plot, arguments.json):
+        if path not in (None, "-"):
+            try:
+                open(path, "a").close()
+            except OSError as error:
+                raise CommandError(f"cannot write to {str(path)!r}: {error.strerror}") from None
 
 
 def _machine(arguments: Namespace) -> Machine:

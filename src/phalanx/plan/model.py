@@ -74,11 +74,11 @@ class Layout:
 
 # The machine that docs/scale.md was measured on.
 MEASURED = Machine(
-    flat=Engine(message=1.0e-4, byte=5e-10),
-    between=Engine(message=3.0e-4, byte=7e-10),
-    local=1.0e-5,
-    local_byte=2e-10,
-    add_byte=1e-10,
+    flat=Engine(message=5.2e-05, byte=1.41e-09),
+    between=Engine(message=0.000446, byte=2.91e-09),
+    local=1.96e-05,
+    local_byte=2.18e-10,
+    add_byte=7.23e-11,
 )
 
 
