@@ -15,7 +15,7 @@ from phalanx.launch import identity
 from phalanx.launch.outcomes import Failure
 from phalanx.launch.threads import run_threads
 from phalanx.testing.handle import WorldHandle
-from phalanx.testing.plugin import debugger, examples, output, reports
+from phalanx.testing.plugin import debugger, examples, output, patches, reports
 from phalanx.testing.plugin.arguments import of_ranks
 from phalanx.testing.plugin.mark import WorldMark
 
@@ -30,7 +30,7 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
         if hasattr(item.obj, "hypothesis"):
             examples.run(item, arguments, ranks.call)
         else:
-            ranks.call(item.obj, **arguments)
+            ranks.call(item.obj, (), arguments)
 
 
 def _run_torch(function: Callable[[], Any], size: int, **options: Any) -> list[Any]:
@@ -53,15 +53,23 @@ class _Ranks:
         self._failures: list[Failure] = []
         self._launch = self._launcher()
 
-    def call(self, body: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-        """Call a body on each rank of a new world; raise the first real failure."""
+    def call(
+        self,
+        body: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        within: Callable[[Any], Any] = lambda body: body,
+    ) -> None:
+        """Call `within(body)` on each rank of a new world; raise the first real failure.
+
+        The patches that the body is decorated with are made once, around all ranks.
+        """
         __tracebackhide__ = True
         self._failures.clear()
+        self._asked = body, args, kwargs
         error: BaseException | None = None
         try:
-            results = self._launch(
-                update_wrapper(partial(self._live, body, args, kwargs), self._item.function)
-            )
+            results = self._launch(update_wrapper(partial(self._live, within), self._item.function))
         except BaseException as caught:
             error = caught
         self._captures.forget_logs_of(self._failures)
@@ -93,7 +101,8 @@ class _Ranks:
 
         def run_anew(function: Any, size: int) -> list[Any]:
             self._captures.forget_output()  # of a run before, which is not the one to be reported
-            return run(function, size)
+            with patches.made_once(*self._asked) as self._call:
+                return run(function, size)
 
         def explore(function: Any) -> list[Any]:
             seeds = range(world.interleavings) if world.seed is None else [world.seed]
@@ -105,9 +114,10 @@ class _Ranks:
 
         return explore if world.interleavings else lambda body: run_anew(body, world.size)
 
-    def _live(self, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _live(self, within: Callable[[Any], Any]) -> Any:
         """Be one rank."""
         __tracebackhide__ = True
+        body, args, kwargs = self._call
         rank = identity.ancestry(identity.here.rank)[-1].rank
         own = {"rank": rank, "world": WorldHandle(rank, self._world.size, "threads")}
         given = self._captures.of_rank(rank, kwargs)
@@ -119,7 +129,7 @@ class _Ranks:
                 body = cast(Any, body).__wrapped__
         error: BaseException | None = None
         try:
-            return body(*args, **given)
+            return within(body)(*args, **given)
         except BaseException as caught:
             error = caught
             self._failures.append(Failure(rank, error))
