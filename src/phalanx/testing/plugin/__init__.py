@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     node = metafunc.definition
-    if node.get_closest_marker("world") is None:
+    if mark.marker(node) is None:
         return
     sizes = mark.sizes(node)
     mark.check_body(node, metafunc.function)
@@ -62,7 +62,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("world") is None:
+    if mark.marker(item) is None:
         return
     if type(item).runtest is not pytest.Function.runtest:
         pytest.fail(
@@ -89,7 +89,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     outcome: Any = yield
-    if call.when == "call" and call.excinfo and item.get_closest_marker("world"):
+    if call.when == "call" and call.excinfo and mark.marker(item):
         reports.shape(outcome.get_result(), call.excinfo)
 
 
