@@ -49,6 +49,7 @@ from phalanx.testing.plugin.rank_process import (
 from phalanx.types import seconds
 
 _POOL = pytest.StashKey[Pool]()
+_CRASH = "Fatal Python error: "  # what faulthandler begins with
 
 
 def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> None:
@@ -205,7 +206,10 @@ def _output(
             for name in () if shows else STREAMS:
                 path = Path(directory, f"{name}{rank}")
                 if path.exists():
-                    output.add_section(item, rank, name, path.read_text(errors="replace"))
+                    text = path.read_text(errors="replace")
+                    if _CRASH in text:
+                        text = processes.of_program(text)
+                    output.add_section(item, rank, name, text)
             output.add_section(item, rank, "log", _log(item, directory, rank, failures))
 
 
@@ -283,7 +287,8 @@ def _error(
             replace(each, when=0) if each.rank == terminal.has_shown else each for each in failures
         ]
     error = reports.choose(first_real(failures, size), failures, size)
-    if terminal.has_shown is not None:
+    is_from_outside = any(each.from_outside and each.error is error for each in failures)
+    if terminal.has_shown is not None or is_from_outside:  # there is no frame to look into
         setattr(error, console.SHOWN, terminal)
     return error if item.config.getoption("fulltrace") else reports.begin_in_program(error)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -79,7 +79,10 @@ def shape(report: pytest.TestReport, excinfo: pytest.ExceptionInfo[BaseException
     if isinstance(excinfo.value, _FROM_OUTSIDE) and not any(
         str(entry.path).endswith(path) for entry in excinfo.traceback
     ):
-        report.longrepr = excinfo.getrepr(style="value")
+        told: Any = excinfo.getrepr(style="value")  # which leaves out notes
+        notes = [each for each in _labels(excinfo.value) if not _WHO.search(each)]
+        told.reprtraceback.reprentries[-1].lines += "\n".join(notes).splitlines()
+        report.longrepr = told
     crash = getattr(report.longrepr, "reprcrash", None)
     who = _WHO.search("\n".join(_labels(excinfo.value)))
     if crash is not None and who:

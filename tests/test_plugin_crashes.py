@@ -1,0 +1,37 @@
+"""What is told of a process that dies in the body of a test."""
+
+from __future__ import annotations
+
+from plugin_runs import run_apart
+
+pytest_plugins = ["pytester"]
+
+
+def test_a_crash_says_where_it_happened_and_who_noticed(pytester, monkeypatch):
+    result = run_apart(
+        pytester,
+        monkeypatch,
+        """
+import ctypes
+
+@pytest.mark.world(2, ranks="processes")
+def test(rank):
+    if rank == 1:
+        ctypes.string_at(0)
+    dist.barrier()
+""",
+        "--pdb",
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "rank 1 was killed by SIGSEGV",
+            "seen by rank 0: barrier #1 *",
+            "* Captured stderr call (rank 1) *",
+            "Fatal Python error: Segmentation fault",
+            "*test_one.py*, line 10 in test",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*rank_process.py*")
+    result.stdout.no_fnmatch_line("*_hookexec*")
+    result.stdout.no_fnmatch_line("*(Pdb)*")
