@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -41,12 +43,15 @@ def choose(error: BaseException, failures: Sequence[Failure], size: int) -> Base
     return error
 
 
-def begin_in_program(error: BaseException) -> BaseException:
-    """Leave frames of this package out of an error's traceback, unless they may explain it.
+# What may be a mistake of the package, or of torch, itself: where it was made explains it.
+_MISTAKES = (AssertionError, AttributeError, LookupError, NameError)
 
-    What the package itself diagnoses is about the program that called it.
+
+def begin_in_program(error: BaseException) -> BaseException:
+    """Leave frames of this package and of torch out of an error's traceback.
+
+    What they diagnose is about the program that called them.
     """
-    from phalanx.errors import DistError
     from phalanx.launch.outcomes import is_ours
 
     frames = []
@@ -54,12 +59,23 @@ def begin_in_program(error: BaseException) -> BaseException:
     while entry is not None:
         frames.append(entry)
         entry = entry.tb_next
-    program = [each for each in frames if not is_ours(each.tb_frame.f_code.co_filename)]
+    files = [each.tb_frame.f_code.co_filename for each in frames]
+    program = [each for each, file in zip(frames, files, strict=True) if not is_ours(file)]
     if not program:
         return error
-    if isinstance(error, DistError):
-        program[-1].tb_next = None
+    if not isinstance(error, _MISTAKES):
+        inner = [each for each, file in zip(frames, files, strict=True) if not _is_below(file)]
+        if inner:
+            inner[-1].tb_next = None
     return error.with_traceback(program[0])
+
+
+def _is_below(filename: str) -> bool:
+    """Say whether code in a file is what programs call."""
+    from phalanx.launch.outcomes import is_ours
+
+    torch = os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep
+    return is_ours(filename) or filename.startswith((torch, contextlib.__file__))
 
 
 def _labels(error: BaseException | None) -> Iterator[str]:
