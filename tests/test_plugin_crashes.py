@@ -35,3 +35,19 @@ def test(rank):
     result.stdout.no_fnmatch_line("*rank_process.py*")
     result.stdout.no_fnmatch_line("*_hookexec*")
     result.stdout.no_fnmatch_line("*(Pdb)*")
+
+
+def test_fixtures_of_the_main_process_are_refused_with_the_reason(pytester, monkeypatch):
+    names = ["caplog", "recwarn", "subtests", "record_property", "request", "pytestconfig"]
+    source = "pytestmark = pytest.mark.world(1, ranks='processes')\n"
+    result = run_apart(
+        pytester,
+        monkeypatch,
+        source + "".join(f"def test_{name}({name}): pass\n" for name in names),
+    )
+    result.assert_outcomes(failed=len(names))
+    for name in names:
+        result.stdout.fnmatch_lines(
+            [f"the fixture '{name}' * in the main process", "*monkeypatch*"]
+        )
+    result.stdout.no_fnmatch_line("*in the body*")

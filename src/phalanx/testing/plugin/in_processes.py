@@ -162,7 +162,8 @@ def _for_ranks(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _packed(item: pytest.Function, what: str, values: dict[str, Any]) -> bytes:
     try:
-        return pack(values)
+        if not any(isinstance(value, pytest.WarningsRecorder) for value in values.values()):
+            return pack(values)
     except TypeError:
         pass
     problems = {name: problem for name, value in values.items() if (problem := _problem(value))}
@@ -170,18 +171,25 @@ def _packed(item: pytest.Function, what: str, values: dict[str, Any]) -> bytes:
     pytest.fail(
         f"the {what} {name!r} of {item.nodeid}, of type {type(values[name]).__name__}, cannot be "
         f"sent to ranks that are processes: {problem}\n"
-        "make it in the body, or make it of what can be pickled; "
         "thread ranks share all values: @pytest.mark.world(..., ranks='threads')",
         pytrace=False,
     )
 
 
 def _problem(value: object) -> str:
+    """Say why a value cannot travel, "" if it can."""
     try:
-        pack(value)
+        if not isinstance(value, pytest.WarningsRecorder):  # a copy of which records nothing
+            pack(value)
+            return ""
     except TypeError as error:
-        return str(error)
-    return ""
+        problem = str(error)
+    if getattr(value, "__module__", "").startswith("_pytest."):
+        return (
+            "it is part of the pytest that runs in the main process\nof pytest's own fixtures they "
+            "have monkeypatch, capsys, capfd and their kin, tmp_path and tmp_path_factory"
+        )
+    return f"{problem}\nmake it in the body, or make it of what can be pickled"
 
 
 @contextmanager
