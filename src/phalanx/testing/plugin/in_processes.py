@@ -79,15 +79,9 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
     told = [each.error for each in ranks.failures if isinstance(each.error, Raised)]
     _warn(item, [each.warnings for each in answers] + [each.warnings for each in told])
     if failures:
-        raise _error(item, failures, world.size, terminal)
+        raise _error(item, failures, world, terminal)
     if any(each.has_returned for each in answers):
-        warnings.warn(
-            pytest.PytestReturnNotNoneWarning(
-                f"{item.nodeid} returned a value on a rank: tests return None. "
-                "Did you mean to use `assert` instead of `return`?"
-            ),
-            stacklevel=2,
-        )
+        reports.warn_of_result(item)
 
 
 def _places(ranks: processes.Processes) -> str:
@@ -287,14 +281,15 @@ def _warn(item: pytest.Function, issued: list[list[Issued]]) -> None:
 
 
 def _error(
-    item: pytest.Function, failures: list[Failure], size: int, terminal: console.Terminal
+    item: pytest.Function, failures: list[Failure], world: WorldMark, terminal: console.Terminal
 ) -> BaseException:
     """Return what to raise for what ranks have told of their failures."""
     if terminal.has_shown is not None:  # that one is told, whoever else has failed
         failures = [
             replace(each, when=0) if each.rank == terminal.has_shown else each for each in failures
         ]
-    error = reports.choose(first_real(failures, size), failures, size)
+    error = reports.choose(first_real(failures, world.size), failures, world.size)
+    reports.hint(error, world)
     is_from_outside = any(each.from_outside and each.error is error for each in failures)
     if terminal.has_shown is not None or is_from_outside:  # there is no frame to look into
         setattr(error, console.SHOWN, terminal)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import warnings
+import threading
 from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any, cast
@@ -25,12 +25,26 @@ _FOR_EVER = 1e8  # seconds
 def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> None:
     """Run the body once on each rank; raise the first real failure."""
     __tracebackhide__ = True
+    _take_turns(arguments)
     with debugger.ready(item.config) as terminal, output.kept_apart(item, arguments) as captures:
         ranks = _Ranks(item, world, captures, terminal)
         if hasattr(item.obj, "hypothesis"):
             examples.run(item, arguments, ranks.call)
         else:
             ranks.call(item.obj, (), arguments)
+
+
+def _take_turns(arguments: dict[str, Any]) -> None:
+    """Have one rank at a time ask for a fixture: the first sets it up, for all."""
+    for request in arguments.values():
+        if isinstance(request, pytest.FixtureRequest):
+            lock, ask = threading.Lock(), request.getfixturevalue
+
+            def ask_alone(name: str, lock: Any = lock, ask: Any = ask) -> Any:
+                with lock:
+                    return ask(name)
+
+            cast(Any, request).getfixturevalue = ask_alone
 
 
 def _run_torch(function: Callable[[], Any], size: int, **options: Any) -> list[Any]:
@@ -75,16 +89,11 @@ class _Ranks:
         self._captures.forget_logs_of(self._failures)
         if error is not None:
             error = reports.choose(error, self._failures, self._world.size)
+            reports.hint(error, self._world)
             whole = self._item.config.getoption("fulltrace")
             raise error if whole else reports.begin_in_program(error)
         if any(result is not None for result in results):
-            warnings.warn(
-                pytest.PytestReturnNotNoneWarning(
-                    f"{self._item.nodeid} returned a value on a rank: tests return None. "
-                    "Did you mean to use `assert` instead of `return`?"
-                ),
-                stacklevel=2,
-            )
+            reports.warn_of_result(self._item)
 
     def _launcher(self) -> Any:
         """Return what runs a function on the ranks of a world as the test asks for."""

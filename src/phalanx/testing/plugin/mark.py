@@ -82,6 +82,8 @@ def _parse(item: pytest.Item) -> tuple[int | list[int], WorldMark]:
 
 
 def _read(*args: Any, **kwargs: Any) -> tuple[int | list[int], WorldMark]:
+    if not args and "size" in kwargs:
+        args = (kwargs.pop("size"),)
     if len(args) != 1:
         raise TypeError(
             f"one argument is needed, the size or a list of sizes, got {len(args)}: "

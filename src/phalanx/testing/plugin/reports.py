@@ -13,6 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     from phalanx.launch.outcomes import Failure
+    from phalanx.testing.plugin.mark import WorldMark
 
 # What says how a test is to be counted, and not that it failed.
 _WISHES = (pytest.skip.Exception, pytest.xfail.Exception)
@@ -31,6 +32,7 @@ def choose(error: BaseException, failures: Sequence[Failure], size: int) -> Base
 
     for failure in failures:
         if isinstance(failure.error, _ENDS):
+            vars(failure.error).pop("__notes__", None)  # it is shown on one line
             return failure.error
     if isinstance(error.__cause__, SystemExit):  # pytest itself knows how to tell of an exit
         error.__cause__.__notes__ = getattr(error, "__notes__", [])
@@ -78,6 +80,33 @@ def _is_below(filename: str) -> bool:
     return is_ours(filename) or filename.startswith((torch, contextlib.__file__))
 
 
+def hint(error: BaseException, world: WorldMark | None) -> None:
+    """Say which mark is missing, if an error says that there is no default group."""
+    said = str(error)
+    if world and not world.torch and said.startswith("Default process group has not been init"):
+        missing = (
+            "this test runs on ranks of phalanx; if its code calls torch.distributed, mark it with "
+            f"@pytest.mark.world({world.size}, torch=True)"
+        )
+    elif world is None and said.startswith("the default process group has not been init"):
+        missing = "a test that is to run on ranks is marked with @pytest.mark.world(4)"
+    else:
+        return
+    from phalanx.launch.outcomes import label
+
+    label(error, missing)
+
+
+def warn_of_result(item: pytest.Item) -> None:
+    """Warn of a test that returned something."""
+    item.warn(
+        pytest.PytestReturnNotNoneWarning(
+            f"{item.nodeid} returned a value on a rank: tests return None. "
+            "Did you mean to use `assert` instead of `return`?"
+        )
+    )
+
+
 def _labels(error: BaseException | None) -> Iterator[str]:
     """Yield what may say whose error it is: notes, or a cause where Python has no notes."""
     while error is not None:
@@ -100,6 +129,8 @@ def shape(report: pytest.TestReport, excinfo: pytest.ExceptionInfo[BaseException
         told.reprtraceback.reprentries[-1].lines += "\n".join(notes).splitlines()
         report.longrepr = told
     crash = getattr(report.longrepr, "reprcrash", None)
-    who = _WHO.search("\n".join(_labels(excinfo.value)))
-    if crash is not None and who:
+    if crash is None:
+        return
+    crash.message = crash.message.removeprefix("phalanx.errors.")
+    if who := _WHO.search("\n".join(_labels(excinfo.value))):
         crash.message = f"{who[1]}: {crash.message}"
