@@ -18,6 +18,7 @@ import torch
 
 from phalanx import bystanders, logs, random, world
 from phalanx.debug import in_flight, watch
+from phalanx.errors import Deadlock
 from phalanx.launch import identity, notebook, voices, warned
 from phalanx.launch.identity import here
 from phalanx.launch.outcomes import (
@@ -126,6 +127,8 @@ class _Stop(BaseException):
 
 class Scheduler(Protocol):
     """Who decides when the threads of ranks run."""
+
+    verdict: str | None  # the deadlock that was raised in all threads, a rank's first as well
 
     def expect(self, rank: int, thread: threading.Thread | None) -> Any:
         """Return a task for a thread, or for a call that a pool makes, that is about to start."""
@@ -352,6 +355,10 @@ class _Guest:
         if self._scheduler is not None:
             self._scheduler.begin(self._task)
 
+    def is_told(self, error: Deadlock) -> bool:
+        """Say whether a rank fails with the same error, so that it need not be told twice."""
+        return self._scheduler is not None and self._scheduler.verdict == str(error)
+
     def end(self) -> None:
         self._rank.count_thread(-1)
         if self._scheduler is not None:
@@ -375,6 +382,9 @@ def _start_as_rank(self: threading.Thread) -> None:
                 with rank.identity():
                     guest.begin()
                     run()
+            except Deadlock as error:
+                if not guest.is_told(error):
+                    raise
             finally:
                 guest.end()
 
