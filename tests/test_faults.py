@@ -49,7 +49,7 @@ def test_a_killed_rank_looks_dead_to_the_others(kind: Any) -> None:
     for told, _ in results[:2]:
         assert told.startswith("PeerFailed: all_reduce #3 on group 'world'")
         assert "rank 2 " in told
-        assert "was killed by" in told
+        assert "was killed by faults(kill=2, at='all_reduce#3')" in told
         assert "test_faults.py" in told
         assert "in count_to" in told
 
@@ -312,7 +312,7 @@ def test_programs_of_torch_have_faults() -> None:
     assert survivor[0].startswith("Injected")
     assert "PeerFailed" in survivor[1]
     assert "rank 1" in survivor[1]
-    assert "was killed by SIGKILL" in survivor[1]
+    assert "was killed by faults(kill=1, at='all_reduce#2')" in survivor[1]
 
 
 def count_objects_of_torch() -> str:

@@ -245,10 +245,10 @@ class Faults:
         killed = Killed(f"was killed by {self!r} before {what}")
         _log.info("rank %d %s", self._world.rank, killed)
         self._is_dead = True
+        self._world.fail(str(killed))  # the system would only tell of the signal
         if not self._world.threads:
             outcomes.last_word(Failure(self._world.rank, killed))
             os.kill(os.getpid(), signal.SIGKILL)
-        self._world.fail(str(killed))
         raise killed
 
     def _hang(self) -> None:
