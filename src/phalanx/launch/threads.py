@@ -215,6 +215,7 @@ class _Rank:
         self.slot = limit.add(_Slot())
         self.streams = random.Streams(rng)
         self.scheduler: Scheduler | None = None
+        self.killed: BaseException | None = None  # how a test has ended it, whatever comes after
 
     def count_thread(self, by: int) -> None:
         """Count a thread more or less that may act for this rank, in this world and later ones."""
@@ -281,11 +282,15 @@ class _Threads:
         __tracebackhide__ = True
         try:
             with rank.identity():
-                self.results[rank.rank] = self.live(rank.rank)
+                result = self.live(rank.rank)
+            if rank.killed is not None:
+                raise rank.killed
+            self.results[rank.rank] = result
         except _Stop:
             pass
         except BaseException as error:
-            failure = Failure(rank.rank, add_remarks(rank.slot.world, as_error(error)))
+            error = rank.killed or as_error(error)
+            failure = Failure(rank.rank, add_remarks(rank.slot.world, error))
             _log.info("rank %d failed: %s", rank.rank, failure)
             self.failures.append(failure)
             if not patient and not failure.is_wanted:
