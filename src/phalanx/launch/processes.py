@@ -360,7 +360,7 @@ class Rank:
         while time.monotonic() < limit and (not text or text != self.stacks.read_text()):
             text = self.stacks.read_text()
             time.sleep(0.02)
-        return _of_program(text) or "  (it did not answer)"
+        return of_program(text) or "  (it did not answer)"
 
     def close(self) -> None:
         """Kill the process if it still runs, with what it has started."""
@@ -375,7 +375,7 @@ _CALLER = re.compile(
 )
 
 
-def _of_program(stacks: str) -> str:
+def of_program(stacks: str) -> str:
     """Leave out of the stacks of a rank's threads what is about running it."""
     kept = []
     for stack in stacks.split("\n\n"):
