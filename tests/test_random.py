@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -103,10 +104,15 @@ def test_ranks_as_threads_and_as_processes_draw_the_same() -> None:
     assert all(equal(a, b) for a, b in zip(threads, processes, strict=True))
 
 
-def test_streams_start_where_the_caller_stands() -> None:
+def draw_four() -> Tensor:
+    return torch.rand(4)
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_streams_start_where_the_caller_stands(ranks: Any) -> None:
     torch.manual_seed(3)
     torch.rand(5)
-    drawn = run_threads(lambda: torch.rand(4), 3)
+    drawn = run_ranks(draw_four, 2, ranks=ranks)
     expected = torch.rand(4)
     assert all(torch.equal(x, expected) for x in drawn)
 
