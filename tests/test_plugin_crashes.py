@@ -51,3 +51,27 @@ def test_fixtures_of_the_main_process_are_refused_with_the_reason(pytester, monk
             [f"the fixture '{name}' * in the main process", "*monkeypatch*"]
         )
     result.stdout.no_fnmatch_line("*in the body*")
+
+
+def test_an_interrupt_shows_where_ranks_were(pytester, monkeypatch):
+    result = run_apart(
+        pytester,
+        monkeypatch,
+        """
+import os, signal, time
+
+@pytest.mark.world(2, ranks="processes")
+def test(rank):
+    dist.barrier()
+    if rank == 1:
+        os.kill(int(os.environ["MAIN"]), signal.SIGINT)
+    time.sleep(600)
+
+@pytest.fixture(autouse=True)
+def main(monkeypatch):
+    monkeypatch.setenv("MAIN", str(os.getpid()))
+""",
+    )
+    for rank in range(2):
+        result.stdout.fnmatch_lines([f"rank {rank} of 2 was here:", "*line 12 in test*"])
+    result.stdout.fnmatch_lines("*KeyboardInterrupt*")

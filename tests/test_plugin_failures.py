@@ -79,3 +79,24 @@ def test(request):
 """,
     )
     result.assert_outcomes(passed=1)
+
+
+def test_who_comes_after_a_timeout_has_not_failed_too(pytester):
+    result = run(
+        pytester,
+        """
+late = threading.Event()
+
+@pytest.mark.world(2, group_timeout=0.2)
+def test(rank):
+    if rank == 1:
+        late.wait()
+    try:
+        dist.barrier()
+    finally:
+        late.set()
+""",
+    )
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E*raised by rank 0 of 2", "E*world(2, group_timeout=...)"])
+    result.stdout.no_fnmatch_line("*also failed*")

@@ -24,7 +24,7 @@ import pytest
 
 from phalanx import bystanders
 from phalanx.launch import processes
-from phalanx.launch.outcomes import Failure, as_error, first_real
+from phalanx.launch.outcomes import Failure, as_error, first_real, story
 from phalanx.launch.output import Screen, Speaker
 from phalanx.launch.parcels import pack
 from phalanx.launch.pool import Pool
@@ -49,6 +49,7 @@ from phalanx.testing.plugin.rank_process import (
 from phalanx.types import seconds
 
 _POOL = pytest.StashKey[Pool]()
+_INTERRUPTED = 0.5  # seconds that ranks have to say where they were
 _CRASH = "Fatal Python error: "  # what faulthandler begins with
 
 
@@ -72,6 +73,9 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
             except pytest.fail.Exception as error:  # somebody else's limit, of pytest-timeout say
                 error.msg = f"{error.msg}\n{_places(ranks)}"
                 raise
+            except KeyboardInterrupt:
+                _tell_where(item, ranks, terminal)
+                raise
             failures += [_opened(each) for each in ranks.failures if not each.is_wanted]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -89,6 +93,23 @@ def _places(ranks: processes.Processes) -> str:
     return "\n".join(
         f"rank {each.rank}:\n{each.where()}" for each in ranks.ranks if each in ranks.running
     )
+
+
+def _tell_where(
+    item: pytest.Function, ranks: processes.Processes, terminal: console.Terminal
+) -> None:
+    """Print where ranks stood when the user interrupted them, who may wonder what they wait for."""
+    if all(each.has_begun for each in ranks.running):
+        ranks.wait(_INTERRUPTED, patient=True)  # from a terminal they are interrupted, too
+    stories = [(each.rank, story(_opened(each).error)) for each in ranks.failures]
+    stories += [(each.rank, each.where()) for each in ranks.running]
+    reporter: Any = item.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:
+        return
+    with terminal.uncaptured():
+        reporter.ensure_newline()
+        for rank, text in sorted(stories):
+            reporter.write_line(f"rank {rank} of {len(ranks.ranks)} was here:\n{text.rstrip()}")
 
 
 def _pool(config: pytest.Config) -> Pool:

@@ -81,7 +81,7 @@ def _is_below(filename: str) -> bool:
 
 
 def hint(error: BaseException, world: WorldMark | None) -> None:
-    """Say which mark is missing, if an error says that there is no default group."""
+    """Say what to write in the mark, if an error says what to write in a program."""
     said = str(error)
     if world and not world.torch and said.startswith("Default process group has not been init"):
         missing = (
@@ -90,6 +90,8 @@ def hint(error: BaseException, world: WorldMark | None) -> None:
         )
     elif world is None and said.startswith("the default process group has not been init"):
         missing = "a test that is to run on ranks is marked with @pytest.mark.world(4)"
+    elif world and not world.torch and "init_process_group(timeout=...)" in said:
+        missing = f"in a marked test: @pytest.mark.world({world.size}, group_timeout=...)"
     else:
         return
     from phalanx.launch.outcomes import label
