@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+from _pytest.pytester import SysModulesSnapshot
 
 from phalanx.testing import memory
 from phalanx.testing.ranks import run_ranks
@@ -24,3 +25,16 @@ def program(tmp_path):
         return path
 
     return write
+
+
+def _keep_libraries() -> None:
+    """Have pytester forget its own test files after a run, and no library: none bears a copy."""
+    take = SysModulesSnapshot.__init__
+
+    def take_kindly(self: SysModulesSnapshot, preserve: object = None) -> None:
+        take(self, lambda name: not name.startswith(("test_", "conftest")))
+
+    SysModulesSnapshot.__init__ = take_kindly  # type: ignore[method-assign]
+
+
+_keep_libraries()
