@@ -3,6 +3,7 @@
 from functools import partial
 
 import pytest
+import pytest_timeout
 from _pytest.pytester import SysModulesSnapshot
 
 from phalanx.testing import memory
@@ -25,6 +26,15 @@ def program(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def pytester(pytester, monkeypatch):
+    """Runs of pytest that print the same everywhere, and stop no clock but their own."""
+    for name in ("CI", "BUILD_NUMBER"):  # with these, whole messages are in the short summary
+        monkeypatch.delenv(name, raising=False)
+    yield pytester
+    pytest_timeout.SUPPRESS_TIMEOUT = False  # a debugger in this process has ended all timeouts
 
 
 def _keep_libraries() -> None:
