@@ -3,6 +3,8 @@
 from functools import partial
 
 import pytest
+import pytest_timeout
+from _pytest.pytester import SysModulesSnapshot
 
 from phalanx.testing import memory
 from phalanx.testing.ranks import run_ranks
@@ -24,3 +26,25 @@ def program(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture
+def pytester(pytester, monkeypatch):
+    """Runs of pytest that print the same everywhere, and stop no clock but their own."""
+    for name in ("CI", "BUILD_NUMBER"):  # with these, whole messages are in the short summary
+        monkeypatch.delenv(name, raising=False)
+    yield pytester
+    pytest_timeout.SUPPRESS_TIMEOUT = False  # a debugger in this process has ended all timeouts
+
+
+def _keep_libraries() -> None:
+    """Have pytester forget its own test files after a run, and no library: none bears a copy."""
+    take = SysModulesSnapshot.__init__
+
+    def take_kindly(self: SysModulesSnapshot, preserve: object = None) -> None:
+        take(self, lambda name: not name.startswith(("test_", "conftest")))
+
+    SysModulesSnapshot.__init__ = take_kindly  # type: ignore[method-assign]
+
+
+_keep_libraries()

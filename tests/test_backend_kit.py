@@ -436,9 +436,25 @@ def test_a_backend_that_hangs_is_told_where():
         def all_reduce(self, tensor, op, squares=None, **options):
             self.recv(torch.zeros(1), 0, 99)
 
-    with pytest.raises(AssertionError, match=r"after 0.2 s[\s\S]*rank1:[\s\S]*self.recv") as caught:
+    with pytest.raises(AssertionError, match=r"after 0.2 s[\s\S]*rank1[\s\S]*self.recv") as caught:
         check_backend(partial(make, kind=Hangs), [2], timeout=0.2)
-    assert "has not kept all rules" in str(caught.value)
+    assert "rank1, in the rule all_reduce: " + collectives.all_reduce.__doc__ in str(caught.value)
+
+
+def test_a_kit_without_sizes_or_backends_is_refused():
+    with pytest.raises(ValueError, match="sizes"):
+        check_backend(make, ())
+    with pytest.raises(TypeError, match="got None"):
+        check_backend(lambda rank, size, shared: None, [1])
+
+
+def test_a_backend_that_exits_is_told_with_the_rule():
+    class Exits(MemoryBackend):
+        def all_reduce(self, tensor, op, squares=None, **options):
+            raise SystemExit(3)
+
+    with pytest.raises(AssertionError, match=r"^all_reduce, rank 0 of 1, broke the rule"):
+        check_backend(partial(make, kind=Exits), [1])
 
 
 def test_a_backend_that_mistakes_itself_is_told_so():

@@ -60,13 +60,17 @@ RUNNABLE = [page for page in PAGES if snippets(page)]
 FOR_PYTEST = [page for page in RUNNABLE if "pytest.mark" in "".join(snippets(page))]
 
 
+# An editable installation is imported before pytest can rewrite its one module.
+EDITABLE = ("-W", "ignore:Module already imported so cannot be rewritten; _editable")
+
+
 def run_pytest(folder: Path, name: str, source: str) -> tuple[int, str]:
     """Run a file of tests as a user would and return the exit code and what was printed."""
     (folder / name).write_text(source)
     installed = any(entry.value == PLUGIN for entry in entry_points(group="pytest11"))
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "error"),
+            *(sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-W", "error", *EDITABLE),
             *([] if installed else ["-p", PLUGIN]),
             name,
         ],

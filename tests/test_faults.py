@@ -49,7 +49,7 @@ def test_a_killed_rank_looks_dead_to_the_others(kind: Any) -> None:
     for told, _ in results[:2]:
         assert told.startswith("PeerFailed: all_reduce #3 on group 'world'")
         assert "rank 2 " in told
-        assert "was killed by" in told
+        assert "was killed by faults(kill=2, at='all_reduce#3')" in told
         assert "test_faults.py" in told
         assert "in count_to" in told
 
@@ -102,6 +102,40 @@ def test_a_killed_thread_communicates_no_more_on_its_way_out() -> None:
     assert seen == ["inside", "outside"]
 
 
+def catch_a_kill(then: str) -> str:
+    with faults(kill=1, at="barrier"):
+        try:
+            dist.barrier()
+        except BaseException as error:
+            if then == "raise":
+                raise OSError("on the way out") from error
+            return type(error).__name__
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_killed_rank_does_afterwards_counts_for_nothing(kind: Any) -> None:
+    assert run_ranks(catch_a_kill, 2, "return", ranks=kind) == ["PeerFailed", None]
+    _, killed = run_ranks(catch_a_kill, 2, "raise", ranks=kind, return_exceptions=True)
+    assert isinstance(killed, Killed)
+
+
+def fail_beside_a_fault(number: int) -> None:
+    with faults(raises=1, at=f"barrier#{number}"):
+        dist.barrier() if dist.get_rank() == 0 else outcome_of(dist.barrier)
+        if dist.get_rank() == 0:
+            raise OSError("another matter")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_failure_beside_a_fault_says_whether_that_had_come_to_pass(kind: Any) -> None:
+    def notes(number: int) -> str:
+        outcomes = run_ranks(fail_beside_a_fault, 2, number, ranks=kind, return_exceptions=True)
+        return "".join(outcomes[0].__notes__)
+
+    assert "under faults(raises=1, at='barrier#2'), which had not come to pass" in notes(2)
+    assert "come to pass" not in notes(1)
+
+
 def lose_a_rank() -> tuple[str, bool]:
     told = ""
     with faults(drop=1, at="all_reduce#2"):
@@ -134,6 +168,8 @@ def test_a_rank_can_raise(error: Any) -> None:
             return outcome_of(count_to, 2)
 
     first, second = run_ranks(body, 2, return_exceptions=True)
+    if isinstance(error, OSError):
+        error.__traceback__ = None  # which would keep the world for as long as pytest keeps this
     assert second.startswith({None: "Injected", KeyError: "KeyError"}.get(error, "OSError: disk"))
     assert issubclass(Injected, RuntimeError)
     assert first.startswith("PeerFailed")
@@ -312,7 +348,7 @@ def test_programs_of_torch_have_faults() -> None:
     assert survivor[0].startswith("Injected")
     assert "PeerFailed" in survivor[1]
     assert "rank 1" in survivor[1]
-    assert "was killed by SIGKILL" in survivor[1]
+    assert "was killed by faults(kill=1, at='all_reduce#2')" in survivor[1]
 
 
 def count_objects_of_torch() -> str:
@@ -397,6 +433,14 @@ def test_operations_of_a_rank_s_threads_count() -> None:
         ({"kill": 0, "delay": 1}, "no use for delay"),
         ({"reorder": True, "at": "barrier"}, "no use for at"),
         ({"delay": -1}, "at least 0"),
+        ({"delay": float("nan")}, "at least 0, got nan"),
+        ({"delay": float("inf")}, "at least 0, got inf"),
+        ({"delay": True}, "at least 0, got True"),
+        ({"kill": 1.0}, "there is no rank 1.0"),
+        ({"raises": 0, "error": "disk full"}, "must be an exception .* got 'disk full'"),
+        ({"raises": 0, "error": int}, "must be an exception .* got <class 'int'>"),
+        ({"reorder": True, "seed": "a"}, "seed must be an integer, got 'a'"),
+        ({"reorder": 1}, "reorder must be True or False, got 1"),
         ({"delay": 1, "rank": 0, "ranks": [1]}, "not both"),
     ],
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 import torch
 from test_interleavings import sends_around_a_ring_before_receiving
@@ -22,6 +25,44 @@ def test_a_deadlock_is_told_as_ever() -> None:
     assert "test_interleavings_ends.py" in str(caught.value)
     assert "in crosses" in str(caught.value)
     assert "in the order of seed 0" in caught.value.__notes__[-1]
+
+
+def two_send_before_receiving() -> None:
+    if dist.get_rank() < 2:
+        dist.send(torch.ones(1), 1 - dist.get_rank())
+        dist.recv(torch.ones(1), 1 - dist.get_rank())
+
+
+def two_hold_a_lock_crosswise() -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([0, 1])]
+    lock = threading.Lock()
+
+    def meet(group: Any) -> None:
+        with lock:
+            dist.barrier(group)
+
+    if dist.get_rank() < 2:
+        thread = threading.Thread(target=meet, args=(groups[dist.get_rank()],))
+        thread.start()
+        meet(groups[1 - dist.get_rank()])
+        thread.join()
+
+
+@pytest.mark.parametrize("fn", [two_send_before_receiving, two_hold_a_lock_crosswise])
+def test_a_deadlock_beside_ranks_that_have_returned_is_told(fn: Any) -> None:
+    with pytest.raises(dist.Deadlock, match="ranks 0, 1 wait and none of them can go on") as caught:
+        explore(fn, 4, timeout=30)
+    assert "ranks 2, 3: ended before" in str(caught.value)
+
+
+def test_a_failure_comes_before_the_deadlock_that_it_leads_to() -> None:
+    def body() -> None:
+        if dist.get_rank() == 1:
+            raise KeyError("mine")
+        dist.send(torch.ones(1), 1)
+
+    with pytest.raises(KeyError, match="mine"):
+        explore(body, 2, buffered=False)
 
 
 def differs() -> None:

@@ -445,7 +445,7 @@ def test_quitting_pdb_ends_the_session(pytester, monkeypatch):
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["*Quitting debugger*"])
     result = run_apart(pytester, monkeypatch, DEBUGGED, "-k", "stops", stdin=b"q\n")
-    result.stdout.fnmatch_lines(["*Quitting debugger*"])
+    result.stdout.fnmatch_lines(["!!*Quitting debugger !!*"])
 
 
 def test_a_body_can_be_followed_from_its_first_line(pytester, monkeypatch):

@@ -434,3 +434,20 @@ def test_processes_end_with_their_owner(tmp_path: Path, how: str, short_path: Pa
     assert list(files.glob("phalanx*")) == []
     ours = {each for each in set(os.listdir("/dev/shm")) - memory if str(owner.pid) in each}
     assert ours == set()
+
+
+def test_a_directory_that_cannot_be_entered_is_named(monkeypatch):
+    with Pool() as pool:
+        pool.run(pid, 2)
+        monkeypatch.setattr(os, "getcwd", lambda: "/nowhere")
+        with pytest.raises(DistError, match="cannot enter the working directory '/nowhere'"):
+            pool.run(dist.barrier, 2, deadline=60)
+
+
+def test_a_directory_that_was_removed_is_told_of(monkeypatch, tmp_path):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with Pool() as pool, pytest.raises(DistError, match="working directory no longer exists"):
+        pool.run(dist.barrier, 1)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, random_split
 
 import phalanx as dist
 from phalanx.launch.threads import run_threads
@@ -51,6 +52,12 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
     "dropout": lambda: F.dropout(torch.ones(50)),
     "rrelu": lambda: F.rrelu(-torch.ones(50), training=True),
     "attention": lambda: F.scaled_dot_product_attention(*torch.rand(3, 2, 4, 4), dropout_p=0.5),
+    "rand of no generator": lambda: torch.rand(3, generator=None),
+    "randperm of no generator": lambda: torch.randperm(11, generator=None),
+    "randn of the default": lambda: torch.randn(3, generator=torch.default_generator),
+    "uniform_ of the default": lambda: torch.empty(3).uniform_(generator=torch.default_generator),
+    "poisson of the default": lambda: torch.poisson(torch.ones(9), torch.default_generator),
+    "random_split": lambda: torch.tensor(random_split(range(20), [10, 10])[0].indices),
     "linear": lambda: nn.Linear(4, 4).weight.detach(),
     "xavier": lambda: nn.init.xavier_normal_(torch.empty(4, 4)),
     "lstm": lstm,
@@ -97,10 +104,15 @@ def test_ranks_as_threads_and_as_processes_draw_the_same() -> None:
     assert all(equal(a, b) for a, b in zip(threads, processes, strict=True))
 
 
-def test_streams_start_where_the_caller_stands() -> None:
+def draw_four() -> Tensor:
+    return torch.rand(4)
+
+
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_streams_start_where_the_caller_stands(ranks: Any) -> None:
     torch.manual_seed(3)
     torch.rand(5)
-    drawn = run_threads(lambda: torch.rand(4), 3)
+    drawn = run_ranks(draw_four, 2, ranks=ranks)
     expected = torch.rand(4)
     assert all(torch.equal(x, expected) for x in drawn)
 

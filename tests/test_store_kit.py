@@ -200,3 +200,22 @@ def test_the_kit_notices(rule, kind):
 def test_every_rule_can_be_broken():
     rules = {*store_kit.RULES, *store_kit.EXTENDED_RULES, store_kit.without_extended_api}
     assert {rule for rule, _ in BROKEN} == rules
+
+
+def test_handles_of_two_stores_are_told_in_time():
+    with pytest.raises(AssertionError, match=r"^values, HashStore, has not kept .* after 0.2 s"):
+        store_kit.check_store(lambda: (HashStore(), HashStore()), timeout=0.2)
+
+
+def test_a_store_that_hangs_is_told_with_the_rule_and_the_place():
+    class Hangs(DictStore):
+        def wait(self, keys, timeout=None):
+            forever.wait()
+
+    forever = threading.Event()
+    try:
+        with pytest.raises(AssertionError, match=r"^values, Hangs[\s\S]*forever.wait()") as caught:
+            store_kit.check_store(lambda: broken_pair(Hangs), timeout=0.2)
+    finally:
+        forever.set()
+    assert store_kit.values.__doc__ in str(caught.value)

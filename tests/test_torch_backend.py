@@ -139,6 +139,7 @@ def _messages():
         assert senders == {1, 2}
     else:
         dist.send(values(rank), 0)
+    dist.barrier()  # rank 0 takes from anybody whatever comes
     for work in dist.batch_isend_irecv(
         [dist.P2POp(dist.irecv, tensor, left), dist.P2POp(dist.isend, values(rank), right)]
     ):

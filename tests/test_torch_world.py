@@ -76,6 +76,8 @@ def test_results_come_by_rank():
     assert torch_world(1).run(who) == [(0, 1, 1)]
     with pytest.raises(ValueError, match="at least 1, got 0"):
         torch_world(0)
+    with pytest.raises(TypeError, match="got True"):
+        torch_world(True)
     with pytest.raises(TypeError, match=r"@torch_world\(4\)"):
         torch_world(total)
 

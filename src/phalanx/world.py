@@ -49,6 +49,7 @@ class World:
         self.groups: dict[str, ProcessGroup] = {}
         self.num_groups = 0  # made by all ranks together, so that it is the same on all
         self.shared: dict[str, Any] = {}
+        self.layers: list[Any] = []  # of phalanx.debug.layers, on all its groups
         self.local_names: Counter[tuple[int, ...]] = Counter()
         self.on_close: Callable[[], None] = lambda: None
 
@@ -129,6 +130,7 @@ class World:
             if hasattr(kept, "close"):
                 kept.close()
         self.shared.clear()
+        self.layers.clear()
         self.store = None
         self.on_close()
         _watch().left(self)

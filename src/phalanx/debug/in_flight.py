@@ -3,8 +3,9 @@
 At the level DETAIL a rank knows the memory of its operations in flight. Torch's operators, in
 threads that communicate or that a thread rank has started, look there first (`phalanx.dispatch`):
 reading or writing what an operation writes raises `BufferInUse` on that line, and so does writing
-what one reads. What goes past torch (NumPy, pointers) is not seen, but changes of an input are: its
-checksum is compared by `wait()`.
+what one reads. So do `tolist()`, `numpy()` and pickling. What goes past torch otherwise (an array
+made before, pointers) is not seen, but changes of what is only read are: `wait()` compares its
+checksum.
 
 A tensor is free again when its operation is known to be over: `wait()` has returned,
 `is_completed()` has said so, or a later collective of the same group has ended, since these run in
@@ -13,11 +14,12 @@ order. A work that nobody keeps leaves its tensors in use.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from traceback import StackSummary
 from types import FrameType
 from typing import Any, NamedTuple
@@ -248,8 +250,8 @@ def of(world: World) -> Flights:
     """Return the operations in flight of a world's rank, which are watched from now on."""
     attend()
     with _registration:
-        # The one reading of a tensor that many programs do past torch's operators.
-        torch.Tensor.tolist = _tolist  # type: ignore[assignment,method-assign]
+        if not _flights:
+            _swap_readers()
         return _flights.setdefault(world, Flights(world.rank))
 
 
@@ -257,18 +259,37 @@ def close(world: World) -> None:
     """Watch a world's operations no longer."""
     with _registration:
         if _flights.pop(world, None) is not None and not _flights:
-            del torch.Tensor.tolist  # the class that it inherits from has the real one
+            _swap_readers()
 
 
-def _tolist(self: Tensor) -> Any:
-    flights = _watched()
-    if flights and _KEY.is_seen():
-        with unseen():
-            flights.check("Tensor.tolist", iter([(self, False)]))
-    return torch._C.TensorBase.tolist(self)
+def _reader(name: str) -> Callable[..., Any]:
+    """Return a method of tensors that looks before it reads past torch's operators."""
+    theirs = getattr(torch.Tensor, name)
+
+    @functools.wraps(theirs)
+    def read(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        flights = _watched()
+        if flights and _KEY.is_seen():
+            with unseen():
+                flights.check(f"Tensor.{name}", iter([(self, False)]))
+        return theirs(self, *args, **kwargs)
+
+    dispatch.untrace(read, "it looks for operations in flight")
+    return read
 
 
-dispatch.untrace(_tolist, "it looks for operations in flight")
+_INHERITED = object()  # what a method is that a class does not define itself
+_readers: dict[str, Any] = {name: _reader(name) for name in ("tolist", "numpy", "__reduce_ex__")}
+
+
+def _swap_readers() -> None:
+    """Put these methods in place and keep what was there, or the other way round."""
+    for name, method in _readers.items():
+        _readers[name] = vars(torch.Tensor).get(name, _INHERITED)
+        if method is _INHERITED:
+            delattr(torch.Tensor, name)
+        else:
+            setattr(torch.Tensor, name, method)
 
 
 def _watched() -> Flights | None:

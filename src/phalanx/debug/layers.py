@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
 
 from torch import Tensor
 
@@ -64,28 +63,25 @@ class LayeredWork(Work):
 Make = Callable[[ProcessGroup], Layer]
 L = TypeVar("L", bound=Layer)
 
-_makers: WeakKeyDictionary[World, list[Make]] = WeakKeyDictionary()
-
 
 def add(world: World, make: Make) -> None:
     """Put a layer on all groups of one rank's world, and on those that it makes later."""
-    _makers.setdefault(world, []).append(make)
+    world.layers.append(make)
     for group in list(world.groups.values()):
         put(group, make(group))
 
 
 def remove(world: World, make: Make, kind: type[Layer]) -> None:
     """Undo `add`; `kind` is what `make` makes."""
-    made = _makers.get(world, [])
-    if make in made:
-        made.remove(make)
+    if make in world.layers:
+        world.layers.remove(make)
     for group in list(world.groups.values()):
         take(group, kind)
 
 
 def dress(world: World, group: ProcessGroup) -> None:
     """Put on a new group what has been added to its world."""
-    for make in _makers.get(world, []):
+    for make in world.layers:
         put(group, make(group))
 
 

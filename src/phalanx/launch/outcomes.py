@@ -16,12 +16,16 @@ from weakref import WeakKeyDictionary
 
 import phalanx
 from phalanx import _native
-from phalanx.errors import DistError, DistTimeout, PeerFailed
+from phalanx.errors import DistBackendError, DistError, DistTimeout, PeerFailed
 
 # How long the others may take to end by themselves once a rank has failed.
 GRACE = 5.0
 
 _PACKAGE = os.path.dirname(os.path.abspath(phalanx.__file__)) + os.sep
+
+
+# What a rank is told that comes to an operation of which others have despaired.
+_GIVEN_UP = re.compile(r" was given up; rank \d+ is in ")
 
 
 class Killed(BaseException):
@@ -45,7 +49,9 @@ class Failure:
     @property
     def is_echo(self) -> bool:
         """Whether the rank only reports that another one failed."""
-        return isinstance(self.error, PeerFailed)
+        text = str(self.error).partition("\n")[0]
+        was_given_up = isinstance(self.error, DistBackendError) and _GIVEN_UP.search(text)
+        return isinstance(self.error, PeerFailed) or bool(was_given_up)
 
     @property
     def is_wanted(self) -> bool:

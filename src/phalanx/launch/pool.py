@@ -21,6 +21,7 @@ from multiprocessing.util import Finalize
 from typing import Any, NamedTuple, TypeVar
 
 from phalanx import logs
+from phalanx.errors import DistError
 from phalanx.launch import outcomes, processes
 from phalanx.launch.outcomes import GRACE, Failure, as_error, settle, story
 from phalanx.launch.parcels import main_as_it_is, pack
@@ -100,10 +101,11 @@ class Pool:
         """Start a task on ranks of this pool; what they `say` is answered by `hear(rank, it)`."""
         if not self._close.still_active():
             raise RuntimeError("the pool is closed: make another")
+        directory = _directory()  # before there are processes that would fail to enter it
         while len(self._idle) < size:  # they start while the first are told what to do
             self._idle.append(_Warm(self.directory, self._inside))
         environment = processes.environment_of(size)
-        hire = partial(_Hired, pool=self, hear=hear)
+        hire = partial(_Hired, pool=self, hear=hear, directory=directory)
         return Processes(size, task, environment, group=group, hire=hire, within=self.directory)
 
     def take(self) -> _Warm:
@@ -171,9 +173,11 @@ class _Warm:
 class _Hired(Rank):
     """A warm process while it is a rank."""
 
-    def __init__(self, rank: int, brief: Brief, pool: Pool, hear: Hear | None) -> None:
+    def __init__(
+        self, rank: int, brief: Brief, pool: Pool, hear: Hear | None, directory: str
+    ) -> None:
         self._pool, self._hear = pool, hear
-        self._job = pickle.dumps(_Job(rank, brief, os.getcwd(), sys.path, sys.argv))
+        self._job = pickle.dumps(_Job(rank, brief, directory, sys.path, sys.argv))
         self._warm = pool.take()
         self.has_begun = self._delivered = self._clean = False
         super().__init__(rank, brief, self._warm.process, self._warm.connection)
@@ -243,19 +247,37 @@ class _Hired(Rank):
             super().close()
 
 
+def _directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise DistError(
+            "the working directory no longer exists: ranks that are processes start in it; "
+            "enter another, or remove it after them"
+        ) from None
+
+
 def _main(directory: str, inside: bytes, connection: Connection) -> None:
     """Be a warm process: its whole life."""
     global _here
     processes.begin(directory)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # between runs it is the launcher's matter
     _here = server = _Server(connection)
-    if not inside:
-        server.serve()
-        return
     try:
-        pickle.loads(inside)(server.serve)
+        if inside:
+            pickle.loads(inside)(server.serve)
+        else:
+            server.serve()
     except BaseException as error:
         server.refuse(error)
+
+
+def _enter(job: _Job) -> None:
+    try:
+        os.chdir(job.directory)
+    except OSError as error:
+        place = f"the working directory {job.directory!r}"
+        raise DistError(f"rank {job.rank} cannot enter {place}: {error.strerror}") from None
 
 
 class _Imports:
@@ -278,6 +300,7 @@ class _Server:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._lock = threading.Lock()
+        self._job: _Job | None = None  # that is not answered yet
 
     def serve(self) -> None:
         """Be one rank after the other, until the pool is closed or this process is not clean."""
@@ -285,13 +308,14 @@ class _Server:
         while job := self._next():
             self._send(_BEGUN)
             imports = _Imports()
-            os.chdir(job.directory)
+            _enter(job)
             sys.path[:], sys.argv[:] = job.path, job.arguments
             signal.signal(signal.SIGINT, signal.default_int_handler)
             outcomes.last_word = lambda failure: self._send(_OUTCOME, processes.packed(failure))
             outcome = processes.live(job.rank, job.brief, imports.done)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._send(_OUTCOME, outcome)
+            self._job = None
             os.chdir("/")
             if start.restore() or imports.have_drawn:
                 self._send(_UNCLEAN)
@@ -299,8 +323,8 @@ class _Server:
             self._send(_CLEAN)
 
     def refuse(self, error: BaseException) -> None:
-        """Answer the first job with what kept this process from serving."""
-        if job := self._next():
+        """Answer a job with what kept this process from serving."""
+        if job := self._job or self._next():
             failure = Failure(job.rank, as_error(error), story(error))
             self._send(_OUTCOME, processes.packed(failure))
             self._send(_UNCLEAN)
@@ -312,10 +336,11 @@ class _Server:
 
     def _next(self) -> _Job | None:
         try:
-            job: _Job = pickle.loads(self._connection.recv_bytes())
+            received = self._connection.recv_bytes()
         except (EOFError, OSError):
             return None
-        return job
+        self._job = pickle.loads(received)
+        return self._job
 
     def _send(self, kind: bytes, content: bytes = b"") -> None:
         try:

@@ -18,6 +18,7 @@ import torch
 
 from phalanx import bystanders, logs, random, world
 from phalanx.debug import in_flight, watch
+from phalanx.errors import Deadlock
 from phalanx.launch import identity, notebook, voices, warned
 from phalanx.launch.identity import here
 from phalanx.launch.outcomes import (
@@ -127,6 +128,8 @@ class _Stop(BaseException):
 class Scheduler(Protocol):
     """Who decides when the threads of ranks run."""
 
+    verdict: str | None  # the deadlock that was raised in all threads, a rank's first as well
+
     def expect(self, rank: int, thread: threading.Thread | None) -> Any:
         """Return a task for a thread, or for a call that a pool makes, that is about to start."""
 
@@ -212,6 +215,7 @@ class _Rank:
         self.slot = limit.add(_Slot())
         self.streams = random.Streams(rng)
         self.scheduler: Scheduler | None = None
+        self.killed: BaseException | None = None  # how a test has ended it, whatever comes after
 
     def count_thread(self, by: int) -> None:
         """Count a thread more or less that may act for this rank, in this world and later ones."""
@@ -278,11 +282,15 @@ class _Threads:
         __tracebackhide__ = True
         try:
             with rank.identity():
-                self.results[rank.rank] = self.live(rank.rank)
+                result = self.live(rank.rank)
+            if rank.killed is not None:
+                raise rank.killed
+            self.results[rank.rank] = result
         except _Stop:
             pass
         except BaseException as error:
-            failure = Failure(rank.rank, add_remarks(rank.slot.world, as_error(error)))
+            error = rank.killed or as_error(error)
+            failure = Failure(rank.rank, add_remarks(rank.slot.world, error))
             _log.info("rank %d failed: %s", rank.rank, failure)
             self.failures.append(failure)
             if not patient and not failure.is_wanted:
@@ -352,6 +360,10 @@ class _Guest:
         if self._scheduler is not None:
             self._scheduler.begin(self._task)
 
+    def is_told(self, error: Deadlock) -> bool:
+        """Say whether a rank fails with the same error, so that it need not be told twice."""
+        return self._scheduler is not None and self._scheduler.verdict == str(error)
+
     def end(self) -> None:
         self._rank.count_thread(-1)
         if self._scheduler is not None:
@@ -375,6 +387,9 @@ def _start_as_rank(self: threading.Thread) -> None:
                 with rank.identity():
                     guest.begin()
                     run()
+            except Deadlock as error:
+                if not guest.is_told(error):
+                    raise
             finally:
                 guest.end()
 

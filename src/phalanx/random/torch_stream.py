@@ -7,12 +7,13 @@ draws from the *stream* of its rank instead: the same numbers, bit for bit, as a
 How: the operators that torch tags as random (`nondeterministic_seeded`) get a kernel of ours
 (`phalanx.dispatch`) in threads with a stream. It hands the rank's stream to operators that take a
 generator; around one that does not, it exchanges the default generator's state under a lock. A
-generator that the caller passes is left alone.
+generator that the caller passes is left alone, unless it is `torch.default_generator`.
 
-Limits: `torch.default_generator` used as an object stays common to the process, as do the
-generators of other devices. So does what an operator draws that has to add up a distributed tensor
-(a DTensor that is Partial) first. What `torch.compile` makes draws through the same operators; but
-it takes a thread with a stream for another context than one without, and compiles once for each.
+Limits: what `torch.default_generator` is asked itself (its seed, its state) stays common to the
+process, as do the generators of other devices. So does what an operator draws that has to add up a
+distributed tensor (a DTensor that is Partial) first. What `torch.compile` makes draws through the
+same operators; but it takes a thread with a stream for another context than one without, and
+compiles once for each.
 """
 
 from __future__ import annotations
@@ -91,8 +92,10 @@ def _kernel(operator: torch._ops.OpOverload) -> Callable[..., Any]:
     def draw(*args: Any, **kwargs: Any) -> Any:
         stream = current()
         with _KEY.excluded():
-            explicit = place is not None and ("generator" in kwargs or place < len(args))
-            if stream is None or explicit:
+            given = kwargs.get("generator")
+            if place is not None and place < len(args):
+                given = args[place]
+            if stream is None or not _is_default(given):
                 return operator(*args, **kwargs)
             # None for all but distributed tensors, which may drop a generator, or refuse it.
             placements = getattr(args[0], "placements", None)
@@ -101,11 +104,18 @@ def _kernel(operator: torch._ops.OpOverload) -> Callable[..., Any]:
             with stream.lock:
                 is_plain = placements is None and isinstance(args[0], torch.Tensor)
                 if place is not None and is_plain and args[0].is_cpu:
-                    return operator(*args, **kwargs, generator=stream)
+                    args = args[:place] + args[place + 1 :]
+                    return operator(*args, **(kwargs | {"generator": stream}))
                 with _exchange, _as_default(stream):
                     return operator(*args, **kwargs)
 
     return draw
+
+
+def _is_default(generator: Any) -> bool:
+    # A kernel gets an object of its own for a generator, so identity does not tell.
+    ours: Any = _default
+    return generator is None or generator._cdata == ours._cdata
 
 
 _exchange = threading.Lock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -9,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +20,7 @@ from phalanx.debug import layers
 from phalanx.debug.layers import Layer, LayeredWork
 from phalanx.errors import DistError
 from phalanx.groups import ProcessGroup
-from phalanx.launch import outcomes
+from phalanx.launch import outcomes, threads
 from phalanx.launch.outcomes import Failure, Killed
 from phalanx.testing.operations import Operation, Place, identify
 from phalanx.types import Timeout
@@ -105,7 +106,7 @@ class Faults:
         self._is_entered = False
         self._lock = threading.Lock()
         self._matches = 0
-        self._has_happened = False
+        self._has_happened = self._is_told = False
         self._whole: Any = None
         self._is_dead = False
 
@@ -120,8 +121,17 @@ class Faults:
         if extra := sorted(set(self._given) - allowed):
             raise ValueError(f"faults({self.kind}=...) has no use for {', '.join(extra)}")
         delay = self._given.get("delay", 0)
-        if not isinstance(delay, int | float) or delay < 0:
+        is_number = isinstance(delay, int | float) and not isinstance(delay, bool)
+        if not is_number or not math.isfinite(delay) or delay < 0:
             raise ValueError(f"delay must be seconds, at least 0, got {delay!r}")
+        error = self._given.get("error", Injected)
+        kind = error if isinstance(error, type) else type(error)
+        if not issubclass(kind, BaseException):
+            raise ValueError(f"error must be an exception or a type of one, got {error!r}")
+        if type(seed := self._given.get("seed", 0)) is not int:
+            raise ValueError(f"seed must be an integer, got {seed!r}")
+        if (reorder := self._given.get("reorder", True)) is not True:
+            raise ValueError(f"reorder must be True or False, got {reorder!r}")
 
     def __repr__(self) -> str:
         words = ", ".join(f"{key}={value!r}" for key, value in self._given.items())
@@ -155,7 +165,7 @@ class Faults:
             if "rank" in self._given and "ranks" in self._given:
                 raise ValueError("faults takes rank or ranks, not both")
             given = self._given.get("rank", self._given.get("ranks", range(size)))
-        ranks = [given] if isinstance(given, int) else list(given or ())
+        ranks: list[Any] = list(given) if isinstance(given, Iterable) else [given]
         for rank in ranks:
             if type(rank) is not int or not 0 <= rank < size:
                 raise ValueError(f"{self!r}: there is no rank {rank!r} in a world of {size}")
@@ -183,7 +193,8 @@ class Faults:
             self._world.store.set(self._key(f"left/{self._world.rank}"), "")
         missing = self._is_mine and not self._has_happened and self.kind != "reorder"
         if error is not None:
-            outcomes.label(error, f"under {self!r}{', which did not come to pass' * missing}")
+            in_vain = self.kind != "reorder" and not self._has_happened_anywhere()
+            outcomes.label(error, f"under {self!r}{', which had not come to pass' * in_vain}")
         elif missing and self._given.get("strict", True):
             raise AssertionError(
                 f"{self!r} did not come to pass: rank {self._world.rank} made {self._count()} in "
@@ -191,8 +202,15 @@ class Faults:
             )
         return False
 
+    def _has_happened_anywhere(self) -> bool:
+        if self._has_happened or self._world.store is None:
+            return True
+        with suppress(DistError):
+            return bool(self._world.store.check([self._key("happened")]))
+        return True  # the store went with its owner
+
     def _count(self) -> str:
-        name, _, group = self._place.name, self._place.number, self._place.group
+        name, group = self._place.name, self._place.group
         what = f"{name} call" if name else "operation"
         where = f" on group {group!r}" if group else ""
         return f"{self._matches or 'no'} {what}{'s' * (self._matches != 1)}{where}"
@@ -206,9 +224,11 @@ class Faults:
         what = f"{operation.title} on group {group.group_name!r} at {operation.site}"
         if self.kind == "reorder":
             _sleep(self._random.uniform(0, self._given.get("delay", _JITTER)))
-        elif not hit:
             return
-        elif self.kind in ("delay", "straggler"):
+        if not hit:
+            return
+        self._tell()
+        if self.kind in ("delay", "straggler"):
             _sleep(self._given.get("delay", _STRAGGLE))
         elif self.kind == "raises":
             raise self._error(what)
@@ -235,6 +255,12 @@ class Faults:
         self._has_happened |= hit
         return hit
 
+    def _tell(self) -> None:
+        """Let the other ranks know that it has come to pass, the first time."""
+        if not self._is_told and self._world.store is not None:
+            self._is_told = True
+            self._world.store.set(self._key("happened"), "")
+
     def _error(self, what: str) -> BaseException:
         error = self._given.get("error")
         if isinstance(error, BaseException):
@@ -245,10 +271,12 @@ class Faults:
         killed = Killed(f"was killed by {self!r} before {what}")
         _log.info("rank %d %s", self._world.rank, killed)
         self._is_dead = True
+        self._world.fail(str(killed))  # the system would only tell of the signal
         if not self._world.threads:
             outcomes.last_word(Failure(self._world.rank, killed))
             os.kill(os.getpid(), signal.SIGKILL)
-        self._world.fail(str(killed))
+        if (rank := threads.current_rank()) is not None:
+            rank.killed = killed
         raise killed
 
     def _hang(self) -> None:

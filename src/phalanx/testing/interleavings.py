@@ -159,6 +159,9 @@ def _take_turns(
         for group in [] if world is None else list(world.groups.values()):
             model.drain(group)
         return result
+    except BaseException:
+        scheduler.has_failed = True
+        raise
     finally:
         rank.scheduler = None
         scheduler.end(task)

@@ -190,8 +190,6 @@ class Model:
             self._groups[group.group_name] = GroupModel(group.size())
         return self._groups[group.group_name]
 
-    # Posting
-
     def post(self, posting: Posting) -> None:
         """Add an operation to those that others can see."""
         group, rank = self.of(posting.group), posting.group.rank()
@@ -277,8 +275,6 @@ class Model:
             if not all(posting.finish() for posting in later):
                 self.scheduler.go_free()
 
-    # Groups that come and go
-
     def make(self, world: World, name: str, ranks: list[int], make: Callable[[], Any]) -> Any:
         """Make a group once all its ranks have come to do so."""
         task = self.scheduler.current()
@@ -324,8 +320,6 @@ class Model:
             if posting.name == "send":
                 posting.issue()
 
-    # The end of decisions
-
     def _issue_all(self) -> None:
         for group in self._groups.values():
             for rank in range(group.size):
@@ -335,10 +329,13 @@ class Model:
 
     def _report(self, blocked: list[Task]) -> str | None:
         """Tell of a deadlock that the engine would not see: it keeps small messages, for one."""
-        if all(task.is_seen for task in blocked) or not self.scheduler.has_all_ranks():
+        ended = self.scheduler.ended()
+        blocked = [task for task in blocked if task.rank not in ended]
+        if self.scheduler.has_failed or all(task.is_seen for task in blocked):
             return None
         lines = [f"{spell({task.rank for task in blocked})} wait and none of them can go on"]
         lines += [f"  {task.who}: {task.what}  at {task.site}" for task in blocked]
+        lines += [f"  {spell(ended)}: ended before"] * bool(ended)
         if any(task.what.startswith(_SENDING) and not task.is_seen for task in blocked):
             lines.append(
                 "here a send waits for its receive, as large messages do and small ones need not: "

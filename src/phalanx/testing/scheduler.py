@@ -83,6 +83,7 @@ class Scheduler:
         self.random = random.Random(seed)
         self.steps: list[Step] = []
         self.is_free = False  # all run as they like: there is nothing left to decide
+        self.has_failed = False  # whether a rank has: then the engine tells its peers
         self.verdict: str | None = None
         self.when_stuck: Callable[[list[Task]], str | None] = lambda blocked: None
         self.when_free: Callable[[], None] = lambda: None
@@ -151,9 +152,9 @@ class Scheduler:
             if not self.is_free and (state is State.RUNNING or self._running is None):
                 self._choose()
 
-    def has_all_ranks(self) -> bool:
-        """Say whether the first threads of all ranks are still there."""
-        return all(task.state is not State.DONE for task in self._tasks[: self._size])
+    def ended(self) -> set[int]:
+        """Return the ranks whose first thread has ended."""
+        return {task.rank for task in self._tasks[: self._size] if task.state is State.DONE}
 
     def task_of(self, thread: threading.Thread) -> Task | None:
         """Return the task of a thread that a rank has started."""
@@ -186,7 +187,7 @@ class Scheduler:
                 task.priority = min(each.priority for each in self._tasks) - 1
             self._pause(task)
         self._attend(task)
-        if self.verdict is not None and is_ready is not None and not is_ready():
+        if self.verdict is not None:  # even if another, by failing, has let go of what it needs
             raise Deadlock(self.verdict)
         return not task.has_expired and (is_ready is None or is_ready())
 

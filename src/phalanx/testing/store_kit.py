@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from phalanx.errors import DistQueueEmptyError, StoreTimeout
 from phalanx.stores import Store
-from phalanx.testing.rules import broken
+from phalanx.testing.rules import broken, law, stack_of
 
 T = TypeVar("T")
 Rule = Callable[[Store, Store], None]
@@ -22,24 +22,30 @@ _PATIENCE = 30.0
 _SHORT = 0.05
 
 
-def check_store(make: Callable[[], tuple[Store, Store]]) -> None:
+def check_store(make: Callable[[], tuple[Store, Store]], *, timeout: float = 60) -> None:
     """Raise AssertionError at the first rule that a store breaks, and name it.
 
-    `make` returns two handles onto one store that is empty, and a fresh one at each call.
+    `make` returns two handles onto one store that is empty, and a fresh one at each call. A store
+    that has not kept a rule after `timeout` seconds is taken to hang.
     """
     for rule in RULES:
-        check_rule(rule, make)
+        check_rule(rule, make, timeout)
     extended = EXTENDED_RULES if make()[0].has_extended_api() else [without_extended_api]
     for rule in extended:
-        check_rule(rule, make)
+        check_rule(rule, make, timeout)
 
 
-def check_rule(rule: Rule, make: Callable[[], tuple[Store, Store]]) -> None:
-    """Raise AssertionError if a store breaks one rule."""
+def check_rule(rule: Rule, make: Callable[[], tuple[Store, Store]], timeout: float = 60) -> None:
+    """Raise AssertionError if a store breaks one rule, or does not keep it in time."""
     one, two = make()
-    try:
-        rule(one, two)
-    except Exception as error:
+    checking = _Started(partial(rule, one, two))
+    wait([checking], timeout)
+    if not checking.done():
+        raise AssertionError(
+            f"{rule.__name__}, {type(one).__name__}, has not kept the rule after {timeout:g} s: "
+            f"{law(rule)}; it stands at\n{stack_of(checking.thread)}"
+        )
+    if (error := checking.exception()) is not None:
         raise broken(rule, error, type(one).__name__) from error
 
 
@@ -58,12 +64,26 @@ def _put(store: Store, key: str, value: str | bytes) -> None:
     assert store.check([key])
 
 
-def _start(call: Callable[[], T]) -> Future[T]:
-    """Run `call` in a thread of its own."""
-    pool = ThreadPoolExecutor(1)
-    future = pool.submit(call)
-    pool.shutdown(wait=False)
-    return future
+class _Started(Future[T]):
+    """What a call returns that runs in a thread of its own."""
+
+    def __init__(self, call: Callable[[], T]) -> None:
+        super().__init__()
+        # A daemon: a store that hangs must not keep the interpreter alive.
+        self.thread = threading.Thread(target=self._run, args=(call,), daemon=True)
+        self.thread.start()
+
+    def _run(self, call: Callable[[], T]) -> None:
+        try:
+            self.set_result(call())
+        except BaseException as error:
+            self.set_exception(error)
+
+
+def _at_once(call: Callable[[int], T], times: int) -> list[T]:
+    """Call with 0, 1, ... in a thread each; return the results."""
+    calls = [_Started(partial(call, index)) for index in range(times)]
+    return [each.result(_PATIENCE) for each in calls]
 
 
 def values(one: Store, two: Store) -> None:
@@ -124,8 +144,8 @@ def waiting(one: Store, two: Store) -> None:
         one.wait(["a"], _SHORT)
     with _raises(StoreTimeout):
         one.wait(["a"], timedelta(seconds=_SHORT))
-    got = _start(lambda: one.get("a"))
-    waited = _start(lambda: one.wait(["a", "b"], _PATIENCE))
+    got = _Started(lambda: one.get("a"))
+    waited = _Started(lambda: one.wait(["a", "b"], _PATIENCE))
     two.set("b", "2")
     two.set("a", "1")
     assert got.result(_PATIENCE) == b"1"
@@ -159,7 +179,7 @@ def deletion(one: Store, two: Store) -> None:
         one.wait(["d"], _SHORT)
     assert one.add("d", 3) == 3
     assert two.delete_key("d")
-    waiting = _start(lambda: one.get("d"))
+    waiting = _Started(lambda: one.get("d"))
     _put(two, "d", "again")
     assert waiting.result(_PATIENCE) == b"again"
 
@@ -172,7 +192,7 @@ def several_keys(one: Store, two: Store) -> None:
     assert two.multi_get(["b", "a", "b"]) == [b"2", b"1", b"2"]
     with _raises(ValueError):
         one.multi_set(["a", "b"], ["1"])
-    waiting = _start(lambda: one.multi_get(["a", "late"]))
+    waiting = _Started(lambda: one.multi_get(["a", "late"]))
     two.multi_set(["late"], ["3"])
     assert waiting.result(_PATIENCE) == [b"1", b"3"]
     one.set_timeout(_SHORT)
@@ -184,7 +204,7 @@ def barrier(one: Store, two: Store) -> None:
     """A barrier lets as many pass as it was told, again and again."""
     one.barrier("alone", 1)
     for _ in range(3):
-        other = _start(lambda: one.barrier("both", 2, _PATIENCE))
+        other = _Started(lambda: one.barrier("both", 2, _PATIENCE))
         two.barrier("both", 2, timedelta(seconds=_PATIENCE))
         other.result(_PATIENCE)
     with _raises(StoreTimeout):
@@ -246,8 +266,7 @@ def many_threads(one: Store, two: Store) -> None:
         store.set(f"from/{index}", str(index))
         return store.get(f"from/{(index + 1) % threads}")
 
-    with ThreadPoolExecutor(threads) as pool:
-        found = list(pool.map(work, range(threads)))
+    found = _at_once(work, threads)
     assert found == [b"%d" % ((index + 1) % threads) for index in range(threads)]
     assert one.add("total", 0) == 10 * threads
 
@@ -267,8 +286,7 @@ def contention(one: Store, two: Store) -> None:
                     break
 
     _put(one, "shared", "0")
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(increment, range(threads)))
+    _at_once(increment, threads)
     assert two.get("shared").split()[0] == b"%d" % (threads * rounds)
 
 
@@ -315,7 +333,7 @@ def queues(one: Store, two: Store) -> None:
 
 def waiting_poppers(one: Store, two: Store) -> None:
     """Each value of a queue reaches exactly one of those waiting."""
-    poppers = [_start(partial(store.queue_pop, "q")) for store in (one, two, one)]
+    poppers = [_Started(partial(store.queue_pop, "q")) for store in (one, two, one)]
     for value in ("1", "2", "3"):
         two.queue_push("q", value)
     assert sorted(popper.result(_PATIENCE) for popper in poppers) == [b"1", b"2", b"3"]
@@ -329,8 +347,7 @@ def order_in_queues(one: Store, two: Store) -> None:
         for i in range(10):
             (one, two)[index % 2].queue_push("q", f"{index} {i}")
 
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(push, range(3)))
+    _at_once(push, 3)
     assert one.queue_len("q") == 30
     popped = [one.queue_pop("q").decode().split() for _ in range(30)]
     for index in "012":

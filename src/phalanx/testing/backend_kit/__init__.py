@@ -19,7 +19,7 @@ from typing import Any
 from phalanx.backends.base import GroupBackend
 from phalanx.testing.backend_kit import collectives, endings, messages, works
 from phalanx.testing.backend_kit.inputs import Rule
-from phalanx.testing.rules import broken
+from phalanx.testing.rules import broken, law, stack_of
 
 __all__ = ["check_backend", "check_endings", "check_group"]
 
@@ -37,6 +37,8 @@ def check_backend(make: Make, sizes: Sequence[int] = (1, 2, 3, 4), *, timeout: f
     one group have in common. Thread-safe as dicts are: ``setdefault`` is how ranks meet. A group
     that has not kept all rules after ``timeout`` seconds is taken to hang.
     """
+    if not sizes:
+        raise ValueError("check_backend needs sizes of groups to check, got none")
     for size in sizes:
         _Team(make, size).check(check_group, timeout)
         for rule in endings.RULES if size > 1 else ():
@@ -66,7 +68,7 @@ def check_endings(make_group: Callable[[], GroupBackend]) -> None:
 def _check(rule: Rule, backend: GroupBackend) -> None:
     try:
         rule(backend)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise broken(rule, error, f"rank {backend.rank} of {backend.size}") from error
 
 
@@ -101,6 +103,8 @@ class _Team:
     def _run(self, rank: int, rule: Rule) -> None:
         try:
             backend = self._make(rank, self._size, self._shared)
+            if not isinstance(backend, GroupBackend):
+                raise TypeError(f"make must return a GroupBackend, got {backend!r}")
             self._backends.append(backend)
             assert (backend.rank, backend.size) == (rank, self._size), (
                 f"the backend of rank {rank} of {self._size} says that it is rank {backend.rank} "
@@ -125,10 +129,17 @@ class _Team:
 
 
 def _hanging(threads: Sequence[threading.Thread], timeout: float) -> AssertionError:
-    frames = sys._current_frames()
     lines = [f"the group has not kept all rules after {timeout:g} s; its ranks stand at"]
     for thread in threads:
-        if thread.is_alive() and (frame := frames.get(thread.ident or 0)) is not None:
-            stack = "".join(traceback.format_stack(frame)[-6:]).rstrip()
-            lines.append(f"  {thread.name}:\n{stack}")
+        if thread.is_alive():
+            lines.append(f"  {thread.name}{_rule_of(thread)}\n{stack_of(thread)}")
     return AssertionError("\n".join(lines))
+
+
+def _rule_of(thread: threading.Thread) -> str:
+    """Say which rule a rank checks."""
+    for frame, _ in traceback.walk_stack(sys._current_frames().get(thread.ident or 0)):
+        if frame.f_code is _check.__code__:
+            rule = frame.f_locals["rule"]
+            return f", in the rule {rule.__name__}: {law(rule)}"
+    return ""

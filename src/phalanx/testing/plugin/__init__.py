@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -52,17 +52,16 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     node = metafunc.definition
-    if node.get_closest_marker("world") is None:
+    if mark.marker(node) is None:
         return
     sizes = mark.sizes(node)
-    mark.check_body(node, metafunc.function)
     if sizes is not None:
         metafunc.fixturenames.append(mark.SIZE)
         metafunc.parametrize(mark.SIZE, sizes, indirect=True, ids=[f"world{n}" for n in sizes])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("world") is None:
+    if mark.marker(item) is None:
         return
     if type(item).runtest is not pytest.Function.runtest:
         pytest.fail(
@@ -71,6 +70,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             "function, or call phalanx.testing.run_ranks in it",
             pytrace=False,
         )
+    mark.check_body(item, cast(pytest.Function, item).function)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -88,8 +88,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> object | None:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    is_marked = item.get_closest_marker("world") is not None
+    if call.excinfo and not is_marked:
+        reports.hint(call.excinfo.value, None)
     outcome: Any = yield
-    if call.when == "call" and call.excinfo and item.get_closest_marker("world"):
+    if call.when == "call" and call.excinfo and is_marked:
         reports.shape(outcome.get_result(), call.excinfo)
 
 

@@ -137,7 +137,7 @@ class Terminal:
             self.quits = self.quits or said.quits
             self._tell_others("pytest_leave_pdb")
         else:
-            with self._uncaptured():
+            with self.uncaptured():
                 if isinstance(said, Question):
                     return self._answer()
                 *whole, self._line = (self._line + said.text).split("\n")
@@ -147,7 +147,7 @@ class Terminal:
 
     def _announce(self, rank: int, stop: Stop) -> None:
         reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
-        with self._uncaptured():
+        with self.uncaptured():
             writer = reporter._tw if reporter else None
             if writer and stop.is_post_mortem:
                 writer.line()
@@ -176,7 +176,8 @@ class Terminal:
                 print("\n--KeyboardInterrupt--")
 
     @contextmanager
-    def _uncaptured(self) -> Iterator[None]:
+    def uncaptured(self) -> Iterator[None]:
+        """Have what is written in a block be seen."""
         capture: Any = self._config.pluginmanager.get_plugin("capturemanager")
         if capture is None:
             yield

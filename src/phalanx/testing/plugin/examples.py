@@ -29,7 +29,7 @@ def run(item: pytest.Function, arguments: dict[str, Any], call: Callable[..., No
     @wraps(body)
     def on_ranks(*args: Any, **kwargs: Any) -> None:
         __tracebackhide__ = True
-        call(_in_context_of_caller(body), *args, **kwargs)
+        call(body, args, kwargs, _in_context_of_caller())
 
     run_threads(lambda: None, 1)  # what only the first world takes is no part of an example
     handle.inner_test = on_ranks
@@ -39,15 +39,18 @@ def run(item: pytest.Function, arguments: dict[str, Any], call: Callable[..., No
         handle.inner_test = body
 
 
-def _in_context_of_caller(body: Callable[..., Any]) -> Callable[..., Any]:
+def _in_context_of_caller() -> Callable[[Any], Any]:
     """Have `assume`, `note` and the like work in other threads as they do in the calling one."""
     context = sys.modules["hypothesis.control"]._current_build_context
     outer = context.value
 
-    @wraps(body)
-    def within(*args: Any, **kwargs: Any) -> Any:
-        __tracebackhide__ = True
-        with context.with_value(outer):
-            return body(*args, **kwargs)
+    def wrap(body: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(body)
+        def within(*args: Any, **kwargs: Any) -> Any:
+            __tracebackhide__ = True
+            with context.with_value(outer):
+                return body(*args, **kwargs)
 
-    return within
+        return within
+
+    return wrap

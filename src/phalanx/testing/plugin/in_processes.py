@@ -24,7 +24,7 @@ import pytest
 
 from phalanx import bystanders
 from phalanx.launch import processes
-from phalanx.launch.outcomes import Failure, as_error, first_real
+from phalanx.launch.outcomes import Failure, as_error, first_real, story
 from phalanx.launch.output import Screen, Speaker
 from phalanx.launch.parcels import pack
 from phalanx.launch.pool import Pool
@@ -49,6 +49,8 @@ from phalanx.testing.plugin.rank_process import (
 from phalanx.types import seconds
 
 _POOL = pytest.StashKey[Pool]()
+_INTERRUPTED = 0.5  # seconds that ranks have to say where they were
+_CRASH = "Fatal Python error: "  # what faulthandler begins with
 
 
 def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> None:
@@ -71,6 +73,9 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
             except pytest.fail.Exception as error:  # somebody else's limit, of pytest-timeout say
                 error.msg = f"{error.msg}\n{_places(ranks)}"
                 raise
+            except KeyboardInterrupt:
+                _tell_where(item, ranks, terminal)
+                raise
             failures += [_opened(each) for each in ranks.failures if not each.is_wanted]
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -78,15 +83,9 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
     told = [each.error for each in ranks.failures if isinstance(each.error, Raised)]
     _warn(item, [each.warnings for each in answers] + [each.warnings for each in told])
     if failures:
-        raise _error(item, failures, world.size, terminal)
+        raise _error(item, failures, world, terminal)
     if any(each.has_returned for each in answers):
-        warnings.warn(
-            pytest.PytestReturnNotNoneWarning(
-                f"{item.nodeid} returned a value on a rank: tests return None. "
-                "Did you mean to use `assert` instead of `return`?"
-            ),
-            stacklevel=2,
-        )
+        reports.warn_of_result(item)
 
 
 def _places(ranks: processes.Processes) -> str:
@@ -94,6 +93,23 @@ def _places(ranks: processes.Processes) -> str:
     return "\n".join(
         f"rank {each.rank}:\n{each.where()}" for each in ranks.ranks if each in ranks.running
     )
+
+
+def _tell_where(
+    item: pytest.Function, ranks: processes.Processes, terminal: console.Terminal
+) -> None:
+    """Print where ranks stood when the user interrupted them, who may wonder what they wait for."""
+    if all(each.has_begun for each in ranks.running):
+        ranks.wait(_INTERRUPTED, patient=True)  # from a terminal they are interrupted, too
+    stories = [(each.rank, story(_opened(each).error)) for each in ranks.failures]
+    stories += [(each.rank, each.where()) for each in ranks.running]
+    reporter: Any = item.config.pluginmanager.get_plugin("terminalreporter")
+    if reporter is None:
+        return
+    with terminal.uncaptured():
+        reporter.ensure_newline()
+        for rank, text in sorted(stories):
+            reporter.write_line(f"rank {rank} of {len(ranks.ranks)} was here:\n{text.rstrip()}")
 
 
 def _pool(config: pytest.Config) -> Pool:
@@ -161,7 +177,8 @@ def _for_ranks(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def _packed(item: pytest.Function, what: str, values: dict[str, Any]) -> bytes:
     try:
-        return pack(values)
+        if not any(isinstance(value, pytest.WarningsRecorder) for value in values.values()):
+            return pack(values)
     except TypeError:
         pass
     problems = {name: problem for name, value in values.items() if (problem := _problem(value))}
@@ -169,18 +186,25 @@ def _packed(item: pytest.Function, what: str, values: dict[str, Any]) -> bytes:
     pytest.fail(
         f"the {what} {name!r} of {item.nodeid}, of type {type(values[name]).__name__}, cannot be "
         f"sent to ranks that are processes: {problem}\n"
-        "make it in the body, or make it of what can be pickled; "
         "thread ranks share all values: @pytest.mark.world(..., ranks='threads')",
         pytrace=False,
     )
 
 
 def _problem(value: object) -> str:
+    """Say why a value cannot travel, "" if it can."""
     try:
-        pack(value)
+        if not isinstance(value, pytest.WarningsRecorder):  # a copy of which records nothing
+            pack(value)
+            return ""
     except TypeError as error:
-        return str(error)
-    return ""
+        problem = str(error)
+    if getattr(value, "__module__", "").startswith("_pytest."):
+        return (
+            "it is part of the pytest that runs in the main process\nof pytest's own fixtures they "
+            "have monkeypatch, capsys, capfd and their kin, tmp_path and tmp_path_factory"
+        )
+    return f"{problem}\nmake it in the body, or make it of what can be pickled"
 
 
 @contextmanager
@@ -205,7 +229,10 @@ def _output(
             for name in () if shows else STREAMS:
                 path = Path(directory, f"{name}{rank}")
                 if path.exists():
-                    output.add_section(item, rank, name, path.read_text(errors="replace"))
+                    text = path.read_text(errors="replace")
+                    if _CRASH in text:
+                        text = processes.of_program(text)
+                    output.add_section(item, rank, name, text)
             output.add_section(item, rank, "log", _log(item, directory, rank, failures))
 
 
@@ -275,15 +302,17 @@ def _warn(item: pytest.Function, issued: list[list[Issued]]) -> None:
 
 
 def _error(
-    item: pytest.Function, failures: list[Failure], size: int, terminal: console.Terminal
+    item: pytest.Function, failures: list[Failure], world: WorldMark, terminal: console.Terminal
 ) -> BaseException:
     """Return what to raise for what ranks have told of their failures."""
     if terminal.has_shown is not None:  # that one is told, whoever else has failed
         failures = [
             replace(each, when=0) if each.rank == terminal.has_shown else each for each in failures
         ]
-    error = reports.choose(first_real(failures, size), failures, size)
-    if terminal.has_shown is not None:
+    error = reports.choose(first_real(failures, world.size), failures, world.size)
+    reports.hint(error, world)
+    is_from_outside = any(each.from_outside and each.error is error for each in failures)
+    if terminal.has_shown is not None or is_from_outside:  # there is no frame to look into
         setattr(error, console.SHOWN, terminal)
     return error if item.config.getoption("fulltrace") else reports.begin_in_program(error)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-import warnings
+import threading
 from collections.abc import Callable
 from functools import partial, update_wrapper
 from typing import Any, cast
@@ -15,7 +15,7 @@ from phalanx.launch import identity
 from phalanx.launch.outcomes import Failure
 from phalanx.launch.threads import run_threads
 from phalanx.testing.handle import WorldHandle
-from phalanx.testing.plugin import debugger, examples, output, reports
+from phalanx.testing.plugin import debugger, examples, output, patches, reports
 from phalanx.testing.plugin.arguments import of_ranks
 from phalanx.testing.plugin.mark import WorldMark
 
@@ -25,12 +25,26 @@ _FOR_EVER = 1e8  # seconds
 def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> None:
     """Run the body once on each rank; raise the first real failure."""
     __tracebackhide__ = True
+    _take_turns(arguments)
     with debugger.ready(item.config) as terminal, output.kept_apart(item, arguments) as captures:
         ranks = _Ranks(item, world, captures, terminal)
         if hasattr(item.obj, "hypothesis"):
             examples.run(item, arguments, ranks.call)
         else:
-            ranks.call(item.obj, **arguments)
+            ranks.call(item.obj, (), arguments)
+
+
+def _take_turns(arguments: dict[str, Any]) -> None:
+    """Have one rank at a time ask for a fixture: the first sets it up, for all."""
+    for request in arguments.values():
+        if isinstance(request, pytest.FixtureRequest):
+            lock, ask = threading.Lock(), request.getfixturevalue
+
+            def ask_alone(name: str, lock: Any = lock, ask: Any = ask) -> Any:
+                with lock:
+                    return ask(name)
+
+            cast(Any, request).getfixturevalue = ask_alone
 
 
 def _run_torch(function: Callable[[], Any], size: int, **options: Any) -> list[Any]:
@@ -53,30 +67,33 @@ class _Ranks:
         self._failures: list[Failure] = []
         self._launch = self._launcher()
 
-    def call(self, body: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-        """Call a body on each rank of a new world; raise the first real failure."""
+    def call(
+        self,
+        body: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        within: Callable[[Any], Any] = lambda body: body,
+    ) -> None:
+        """Call `within(body)` on each rank of a new world; raise the first real failure.
+
+        The patches that the body is decorated with are made once, around all ranks.
+        """
         __tracebackhide__ = True
         self._failures.clear()
+        self._asked = body, args, kwargs
         error: BaseException | None = None
         try:
-            results = self._launch(
-                update_wrapper(partial(self._live, body, args, kwargs), self._item.function)
-            )
+            results = self._launch(update_wrapper(partial(self._live, within), self._item.function))
         except BaseException as caught:
             error = caught
         self._captures.forget_logs_of(self._failures)
         if error is not None:
             error = reports.choose(error, self._failures, self._world.size)
+            reports.hint(error, self._world)
             whole = self._item.config.getoption("fulltrace")
             raise error if whole else reports.begin_in_program(error)
         if any(result is not None for result in results):
-            warnings.warn(
-                pytest.PytestReturnNotNoneWarning(
-                    f"{self._item.nodeid} returned a value on a rank: tests return None. "
-                    "Did you mean to use `assert` instead of `return`?"
-                ),
-                stacklevel=2,
-            )
+            reports.warn_of_result(self._item)
 
     def _launcher(self) -> Any:
         """Return what runs a function on the ranks of a world as the test asks for."""
@@ -93,7 +110,8 @@ class _Ranks:
 
         def run_anew(function: Any, size: int) -> list[Any]:
             self._captures.forget_output()  # of a run before, which is not the one to be reported
-            return run(function, size)
+            with patches.made_once(*self._asked) as self._call:
+                return run(function, size)
 
         def explore(function: Any) -> list[Any]:
             seeds = range(world.interleavings) if world.seed is None else [world.seed]
@@ -105,9 +123,10 @@ class _Ranks:
 
         return explore if world.interleavings else lambda body: run_anew(body, world.size)
 
-    def _live(self, body: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _live(self, within: Callable[[Any], Any]) -> Any:
         """Be one rank."""
         __tracebackhide__ = True
+        body, args, kwargs = self._call
         rank = identity.ancestry(identity.here.rank)[-1].rank
         own = {"rank": rank, "world": WorldHandle(rank, self._world.size, "threads")}
         given = self._captures.of_rank(rank, kwargs)
@@ -119,7 +138,7 @@ class _Ranks:
                 body = cast(Any, body).__wrapped__
         error: BaseException | None = None
         try:
-            return body(*args, **given)
+            return within(body)(*args, **given)
         except BaseException as caught:
             error = caught
             self._failures.append(Failure(rank, error))

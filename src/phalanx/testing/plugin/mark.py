@@ -37,6 +37,21 @@ class WorldMark:
 _KEYWORDS = [field.name for field in fields(WorldMark) if field.name not in ("size", "seed")]
 
 
+def marker(item: pytest.Item) -> pytest.Mark | None:
+    """Return the mark that holds for a test: of itself, the nearest class, or its module."""
+    for node in reversed(item.listchain()):
+        own = [each for each in node.own_markers if each.name == "world"]
+        if len(own) > 1 and not isinstance(node, pytest.Class):
+            pytest.fail(
+                f"{node.nodeid} has {len(own)} marks `world`: one world is what a test runs in; "
+                "for several sizes write @pytest.mark.world([2, 3])",
+                pytrace=False,
+            )
+        if own:
+            return own[-1]  # a class has the marks of its bases first
+    return None
+
+
 def sizes(node: pytest.Item) -> list[int] | None:
     """Return the sizes that a test is to be made for, None if it is not to be parametrised."""
     size = _parse(node)[0]
@@ -45,7 +60,7 @@ def sizes(node: pytest.Item) -> list[int] | None:
 
 def of(item: pytest.Item) -> WorldMark | None:
     """Return the world that a test asks for, None if it does not."""
-    if item.get_closest_marker("world") is None:
+    if marker(item) is None:
         return None
     size, mark = _parse(item)
     if not isinstance(size, int):
@@ -55,17 +70,20 @@ def of(item: pytest.Item) -> WorldMark | None:
 
 
 def _parse(item: pytest.Item) -> tuple[int | list[int], WorldMark]:
-    marker = item.get_closest_marker("world")
-    assert marker is not None
+    found = marker(item)
+    assert found is not None
     try:
-        return _read(*marker.args, **marker.kwargs)
+        return _read(*found.args, **found.kwargs)
     except (TypeError, ValueError) as error:
-        given = [*map(repr, marker.args), *(f"{k}={v!r}" for k, v in marker.kwargs.items())]
+        given = [*map(repr, found.args), *(f"{k}={v!r}" for k, v in found.kwargs.items())]
         said = f"@pytest.mark.world({', '.join(given)})"
-        pytest.fail(f"{item.nodeid}: {said}: {error}", pytrace=False)
+        problem = f"{item.nodeid}: {said}: {error}"
+    pytest.fail(problem, pytrace=False)
 
 
 def _read(*args: Any, **kwargs: Any) -> tuple[int | list[int], WorldMark]:
+    if not args and "size" in kwargs:
+        args = (kwargs.pop("size"),)
     if len(args) != 1:
         raise TypeError(
             f"one argument is needed, the size or a list of sizes, got {len(args)}: "

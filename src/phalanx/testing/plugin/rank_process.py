@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bdb
 import copy
+import faulthandler
 import importlib
 import io
 import logging
@@ -353,8 +354,10 @@ def _written_down(directory: str, rank: int, level: int) -> Iterator[None]:
             raw: Any = io.FileIO(number, "wb", closefd=False)
             text = io.TextIOWrapper(raw, "utf-8", "backslashreplace", write_through=True)
             setattr(sys, name, text)
+        faulthandler.enable(STREAMS["stderr"])  # a crash says where it happened
         yield
     finally:
+        faulthandler.disable()
         _flush()
         for name, number in STREAMS.items():
             before, stream = saved[name]

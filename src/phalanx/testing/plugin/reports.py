@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from phalanx.launch.outcomes import Failure
+    from phalanx.testing.plugin.mark import WorldMark
 
 # What says how a test is to be counted, and not that it failed.
 _WISHES = (pytest.skip.Exception, pytest.xfail.Exception)
@@ -29,6 +32,7 @@ def choose(error: BaseException, failures: Sequence[Failure], size: int) -> Base
 
     for failure in failures:
         if isinstance(failure.error, _ENDS):
+            vars(failure.error).pop("__notes__", None)  # it is shown on one line
             return failure.error
     if isinstance(error.__cause__, SystemExit):  # pytest itself knows how to tell of an exit
         error.__cause__.__notes__ = getattr(error, "__notes__", [])
@@ -41,12 +45,15 @@ def choose(error: BaseException, failures: Sequence[Failure], size: int) -> Base
     return error
 
 
-def begin_in_program(error: BaseException) -> BaseException:
-    """Leave frames of this package out of an error's traceback, unless they may explain it.
+# What may be a mistake of the package, or of torch, itself: where it was made explains it.
+_MISTAKES = (AssertionError, AttributeError, LookupError, NameError)
 
-    What the package itself diagnoses is about the program that called it.
+
+def begin_in_program(error: BaseException) -> BaseException:
+    """Leave frames of this package and of torch out of an error's traceback.
+
+    What they diagnose is about the program that called them.
     """
-    from phalanx.errors import DistError
     from phalanx.launch.outcomes import is_ours
 
     frames = []
@@ -54,12 +61,52 @@ def begin_in_program(error: BaseException) -> BaseException:
     while entry is not None:
         frames.append(entry)
         entry = entry.tb_next
-    program = [each for each in frames if not is_ours(each.tb_frame.f_code.co_filename)]
+    files = [each.tb_frame.f_code.co_filename for each in frames]
+    program = [each for each, file in zip(frames, files, strict=True) if not is_ours(file)]
     if not program:
         return error
-    if isinstance(error, DistError):
-        program[-1].tb_next = None
+    if not isinstance(error, _MISTAKES):
+        inner = [each for each, file in zip(frames, files, strict=True) if not _is_below(file)]
+        if inner:
+            inner[-1].tb_next = None
     return error.with_traceback(program[0])
+
+
+def _is_below(filename: str) -> bool:
+    """Say whether code in a file is what programs call."""
+    from phalanx.launch.outcomes import is_ours
+
+    torch = os.path.dirname(sys.modules["torch"].__file__ or "") + os.sep
+    return is_ours(filename) or filename.startswith((torch, contextlib.__file__))
+
+
+def hint(error: BaseException, world: WorldMark | None) -> None:
+    """Say what to write in the mark, if an error says what to write in a program."""
+    said = str(error)
+    if world and not world.torch and said.startswith("Default process group has not been init"):
+        missing = (
+            "this test runs on ranks of phalanx; if its code calls torch.distributed, mark it with "
+            f"@pytest.mark.world({world.size}, torch=True)"
+        )
+    elif world is None and said.startswith("the default process group has not been init"):
+        missing = "a test that is to run on ranks is marked with @pytest.mark.world(4)"
+    elif world and not world.torch and "init_process_group(timeout=...)" in said:
+        missing = f"in a marked test: @pytest.mark.world({world.size}, group_timeout=...)"
+    else:
+        return
+    from phalanx.launch.outcomes import label
+
+    label(error, missing)
+
+
+def warn_of_result(item: pytest.Item) -> None:
+    """Warn of a test that returned something."""
+    item.warn(
+        pytest.PytestReturnNotNoneWarning(
+            f"{item.nodeid} returned a value on a rank: tests return None. "
+            "Did you mean to use `assert` instead of `return`?"
+        )
+    )
 
 
 def _labels(error: BaseException | None) -> Iterator[str]:
@@ -79,8 +126,13 @@ def shape(report: pytest.TestReport, excinfo: pytest.ExceptionInfo[BaseException
     if isinstance(excinfo.value, _FROM_OUTSIDE) and not any(
         str(entry.path).endswith(path) for entry in excinfo.traceback
     ):
-        report.longrepr = excinfo.getrepr(style="value")
+        told: Any = excinfo.getrepr(style="value")  # which leaves out notes
+        notes = [each for each in _labels(excinfo.value) if not _WHO.search(each)]
+        told.reprtraceback.reprentries[-1].lines += "\n".join(notes).splitlines()
+        report.longrepr = told
     crash = getattr(report.longrepr, "reprcrash", None)
-    who = _WHO.search("\n".join(_labels(excinfo.value)))
-    if crash is not None and who:
+    if crash is None:
+        return
+    crash.message = crash.message.removeprefix("phalanx.errors.")
+    if who := _WHO.search("\n".join(_labels(excinfo.value))):
         crash.message = f"{who[1]}: {crash.message}"

@@ -2,6 +2,7 @@
 
 Threads that belong to no such rank find everything as it was, with one exception: functional
 collectives cannot find groups that were made before, since torch looks them up by thread meanwhile.
+What is `lifted` stays, as wherever Phalanx is a backend: other groups it passes on to torch.
 """
 
 from __future__ import annotations

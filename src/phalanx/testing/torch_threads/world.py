@@ -126,7 +126,7 @@ def torch_world(
     with `return_exceptions` errors take the place of results. `rng` is whether each rank draws from
     a torch random stream of its own, and with "all" from streams of `random` and NumPy too.
     """
-    if not isinstance(size, int):
+    if not isinstance(size, int) or isinstance(size, bool):
         raise TypeError(f"torch_world needs a size, as in @torch_world(4), got {size!r}")
     if size < 1:
         raise ValueError(f"torch_world needs a size of at least 1, got {size}")
