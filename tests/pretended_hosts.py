@@ -88,9 +88,7 @@ def _connect(options, pg_options=None):
         options.store.set("board", name)
     board = _boards[options.store.get("board").decode()]
     wire = MemoryWire(board, options.group_rank)
-    return MessageEngine(
-        "wire", wire, options.group_rank, options.global_ranks, options.timeout, options.group_id
-    )
+    return MessageEngine("wire", wire, options, failures={})
 
 
 Backend.register_backend("wire", _connect, extended_api=True, devices="cpu")

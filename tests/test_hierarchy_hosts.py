@@ -87,12 +87,13 @@ def everything_of_torch():
     import torch.distributed as theirs
 
     theirs.init_process_group("phalanx")
-    total = torch.full((3,), float(theirs.get_rank()))
+    rank = theirs.get_rank()
+    total = torch.full((3,), float(rank))
     theirs.all_reduce(total)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 4, bias=False))
-    model(torch.full((1, 3), float(theirs.get_rank()))).sum().backward()
+    model(torch.full((1, 3), float(rank))).sum().backward()
     last = theirs.new_group([1, 2])
-    if theirs.get_rank():
+    if rank:
         theirs.all_reduce(total, group=last)
     store = theirs.distributed_c10d._get_default_store()
     theirs.barrier()
@@ -101,6 +102,9 @@ def everything_of_torch():
     while store.add("left", 0) < 3:
         time.sleep(0.01)
     keys = [key for key in store.list_keys() if "log" in key or "beat" in key or "doing" in key]
+    store.add("looked", 1)
+    while rank == 0 and store.add("looked", 0) < 3:  # the store ends with it
+        time.sleep(0.01)
     return total.tolist(), model.module.weight.grad.unique().tolist(), keys
 
 
