@@ -68,6 +68,7 @@ def leave(world: World, group: ProcessGroup) -> None:
 
 
 def _settle(world: World, group: ProcessGroup) -> None:
-    """Leave nothing in the store, and wait until all have done so."""
-    world.store.tidy()
+    """Leave nothing in the store once all have read it, and wait until all have done so."""
     group.backend.monitored_barrier()  # which, unlike a barrier, is not counted
+    world.store.tidy()
+    group.backend.monitored_barrier()
