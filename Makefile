@@ -13,8 +13,8 @@ train: $(VENV)/train.stamp  ## train a small GPT on two ranks; again, to go on (
 test: $(VENV)/test.stamp  ## run the tests
 	$(BIN)/python -m pytest -n $(JOBS)
 
-test-frameworks: $(VENV)/frameworks.stamp $(VENV)/test.stamp  ## Accelerate and Lightning on Phalanx
-	$(BIN)/python -m pytest tests/test_replace_frameworks.py
+test-frameworks: $(VENV)/frameworks.stamp $(VENV)/test.stamp  ## Accelerate, Lightning, Ray
+	$(BIN)/python -m pytest tests/test_replace_frameworks.py tests/test_ray.py
 
 pytorch-suite: $(VENV)/suite.stamp  ## run PyTorch's own tests on Phalanx (ARGS=package-3: one run)
 	PYTHONPATH=tests $(BIN)/python -m pytorch_suite $(ARGS)
@@ -30,6 +30,7 @@ bench: $(VENV)/bench.stamp  ## compare with Gloo, MPI and torch's threaded group
 	$(BIN)/python -m benchmarks.training --docs docs
 	$(BIN)/python -m benchmarks.torch_backend --docs docs
 	$(BIN)/python -m benchmarks.testing --docs docs
+	$(BIN)/python -m benchmarks.hosts --docs docs
 
 clean:
 	rm -rf $(VENV) build out src/phalanx/_native*.so

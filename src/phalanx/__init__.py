@@ -99,7 +99,7 @@ if TYPE_CHECKING:
     from phalanx.parallel.buckets import GradBucket
     from phalanx.parallel.ddp import BuiltinCommHookType, DistributedDataParallel
     from phalanx.parallel.precision import MixedPrecision
-    from phalanx.stores import FileStore, HashStore, PrefixStore, Store, TCPStore
+    from phalanx.stores import FileStore, HashStore, PrefixStore, RedisStore, Store, TCPStore
     from phalanx.stores.rendezvous import register_rendezvous_handler, rendezvous
     from phalanx.subgroups import (
         SHRINK_ABORT,
@@ -172,6 +172,7 @@ __all__ = [
     "PrefixStore",
     "ProcessGroup",
     "QueueEmptyError",
+    "RedisStore",
     "ReduceOp",
     "SpawnContext",
     "Store",
@@ -309,7 +310,7 @@ _NAMES = {
     "parallel.buckets": "GradBucket",
     "parallel.ddp": "BuiltinCommHookType DistributedDataParallel",
     "parallel.precision": "MixedPrecision",
-    "stores": "FileStore HashStore PrefixStore Store TCPStore",
+    "stores": "FileStore HashStore PrefixStore RedisStore Store TCPStore",
     "stores.rendezvous": "register_rendezvous_handler rendezvous",
     "subgroups": (
         "new_group new_subgroups new_subgroups_by_enumeration SHRINK_ABORT SHRINK_DEFAULT "
