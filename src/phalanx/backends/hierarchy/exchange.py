@@ -10,15 +10,15 @@ from torch import Tensor
 from phalanx.backends import reduction
 from phalanx.backends.engines.calls import Call
 from phalanx.backends.hierarchy.choices import is_doubling_worth_it
-from phalanx.backends.hierarchy.crossing import Crossing, Sending
+from phalanx.backends.hierarchy.crossing import Coming, Crossing, Sending
 from phalanx.types import Deadline, ReduceOp
 
 
 class Exchange:
     """Has one flat tensor reduced over hosts, in place. ``peers`` are its ranks by host.
 
-    `start` sends what can be sent at once, `finish` does the rest: work may be done in between.
-    All hosts end with the same bits.
+    `start` begins what needs no other part, `finish` does the rest: work may be done in between,
+    and other exchanges begun. All hosts end with the same bits.
     """
 
     def __init__(
@@ -36,27 +36,26 @@ class Exchange:
         self._buffer = buffer
         self._op = op
         self._call = call
-        self._is_pair = len(peers) == 2
         self._sending: list[Sending] = []
+        self._swap: tuple[Coming, Tensor] | None = None  # between two hosts
 
     def start(self) -> None:
-        if self._is_pair:
-            self._give(self._peers[1 - self._host])
+        if len(self._peers) == 2:
+            peer = self._peers[1 - self._host]
+            theirs = torch.empty_like(self._buffer)
+            self._swap = self._crossing.receive(peer, self._call, theirs), theirs
+            self._give(peer)
 
     def finish(self, deadline: Deadline) -> None:
-        if self._is_pair:
-            self._swap(deadline)
+        if self._swap is not None:
+            coming, theirs = self._swap
+            coming.wait(deadline)
+            self._flush(deadline)
+            self._combine(theirs, self._host > 0)
         elif is_doubling_worth_it(len(self._peers), self._buffer.numel() * self._buffer.itemsize):
             self._double(deadline)
         else:
             self._ring(deadline)
-
-    def _swap(self, deadline: Deadline) -> None:
-        peer = self._peers[1 - self._host]
-        theirs = torch.empty_like(self._buffer)
-        self._take(peer, theirs, deadline)
-        self._flush(deadline)
-        self._combine(theirs, self._host > 0)
 
     def _give(self, peer: int) -> None:
         self._sending.append(self._crossing.send(peer, self._call, self._buffer))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -43,6 +44,7 @@ _ADVICE = "init_process_group(timeout=...), new_group(timeout=...)"
 
 _SMALL = 32 << 10  # bytes up to which one rank per host speaks for all
 _CHUNK = 1 << 20  # bytes of a slice that pass through the two phases at a time
+_AHEAD = 2  # chunks that travel while others are reduced
 
 
 class Hierarchy(GroupBackend):
@@ -294,7 +296,7 @@ class Hierarchy(GroupBackend):
         width = where.num_slices * max(_CHUNK // buffer.itemsize, 1)
         if len(where.hosts) > 2:  # nothing is sent ahead: chunks would only be more messages
             width = max(buffer.numel(), 1)
-        before: tuple[Exchange | None, Tensor, Sequence[Tensor]] | None = None
+        travelling: deque[tuple[Exchange | None, Tensor, Sequence[Tensor]]] = deque()
         for chunk in torch.split(buffer, width):
             slices = self._slices(chunk)
             own = torch.empty_like(slices[where.seat])
@@ -303,11 +305,11 @@ class Hierarchy(GroupBackend):
             if own.numel():
                 exchange = Exchange(self._crossing, peers, where.host, own, op, call)
                 exchange.start()
-            if before is not None:
-                self._end_chunk(deadline, op, *before)
-            before = exchange, own, slices
-        assert before is not None
-        self._end_chunk(deadline, op, *before)
+            travelling.append((exchange, own, slices))
+            if len(travelling) > _AHEAD:
+                self._end_chunk(deadline, op, *travelling.popleft())
+        for chunk_on_its_way in travelling:
+            self._end_chunk(deadline, op, *chunk_on_its_way)
 
     def _end_chunk(
         self,
