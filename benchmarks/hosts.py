@@ -1,17 +1,19 @@
-"""Measure all_reduce between hosts beside flat Gloo, in one run on one machine.
+"""Measure all_reduce and training steps between hosts beside flat Gloo, on one machine.
 
-    python -m benchmarks.hosts --docs docs        # about 10 minutes on 2 cores
+    python -m benchmarks.hosts --docs docs        # about 15 minutes on 2 cores
     python -m benchmarks.hosts --quick            # a look, a minute or two
 
 The hosts are network namespaces of this machine, joined by links of a given rate (tc tbf), with two
 ranks each. The ranks of all implementations live side by side for the whole run and take turns, as
-in benchmarks.collectives, whose way of measuring this is.
+in benchmarks.collectives, whose way of measuring this is. Training steps are measured as in
+benchmarks.training.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Collection
@@ -31,8 +33,13 @@ from phalanx.testing.hosts import Hosts
 
 from . import command
 from .collectives import choose_peers, progress
-from .command import given, listed
+from .command import given, known, listed
 from .hosts_report import RANKS, REPORT, kind_of
+from .models import WORKLOADS
+from .training import WAYS, time_steps
+from .training_report import progress as progress_of_training
+from .turns import PATIENCE, compare, launch, slowest_rank
+from .turns import be_rank as be_training_rank
 
 HOSTS = 2
 
@@ -51,10 +58,14 @@ class Plan:
     sizes: list[int]
     budget: float  # seconds per cell and peer, over all rounds
     rounds: int
+    models: list[str]
+    seconds: float  # of each way's row of training steps in a round
 
 
-FULL = Plan(["1gbit", "10gbit"], parse_sizes("4:64M:4"), budget=3.0, rounds=3)
-QUICK = Plan(["1gbit", "10gbit"], parse_sizes("4:16M:64"), budget=0.5, rounds=2)
+RATES = ["1gbit", "10gbit"]
+FULL = Plan(RATES, parse_sizes("4:64M:4"), 3.0, 5, ["gpt-5m", "mlp"], 4.0)
+QUICK = Plan(RATES, parse_sizes("4:16M:64"), 0.5, 2, ["gpt-5m"], 1.0)
+TRAINED = ["alone", "gloo", "phalanx"]
 
 
 class OnHosts:
@@ -106,7 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     if reason := Hosts.unavailable():
         raise SystemExit(reason)
-    asked = given(options, "rates", "sizes", "budget", "rounds")
+    asked = given(options, "rates", "sizes", "budget", "rounds", "models", "seconds")
     plan = replace(QUICK if options.quick else FULL, **asked)
     peers = choose_peers(PEERS, options.impl)
     about = {
@@ -114,13 +125,20 @@ def main(arguments: list[str] | None = None) -> int:
         "budget": plan.budget,
         "rounds": plan.rounds,
         "peers": {peer.name: {"title": peer.title, "kind": peer.kind} for peer in peers},
+        "titles": {name: WORKLOADS[name].title for name in plan.models}
+        | {name: WAYS[name].title for name in TRAINED},
     }
-    command.carry_out(REPORT, options, arguments, about, lambda: {"results": run(plan, peers)})
+    command.carry_out(REPORT, options, arguments, about, lambda: run(plan, peers))
     return 0
 
 
-def run(plan: Plan, peers: list[Peer]) -> list[dict[str, Any]]:
+def run(plan: Plan, peers: list[Peer]) -> dict[str, Any]:
     """Measure everything, saying so as it goes."""
+    return {"results": measure_calls(plan, peers), "training": measure_training(plan)}
+
+
+def measure_calls(plan: Plan, peers: list[Peer]) -> list[dict[str, Any]]:
+    """Measure all_reduce."""
     results = []
     effort = Effort(plan.budget, plan.rounds)
     with (
@@ -138,6 +156,47 @@ def run(plan: Plan, peers: list[Peer]) -> list[dict[str, Any]]:
     return results
 
 
+def measure_training(plan: Plan) -> list[dict[str, Any]]:
+    """Measure training steps."""
+    found = []
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as name,
+        Hosts(HOSTS, ranks=RANKS // HOSTS, shared=[name]) as hosts,
+    ):
+        task = partial(
+            launch, time_steps, TRAINED, size=RANKS, run=partial(train, hosts), within=Path(name)
+        )
+        for rate in plan.rates if plan.models else []:
+            hosts.shape(rate=rate)
+            for model in plan.models:
+                outcome = task(model, plan.rounds, plan.seconds)
+                times = slowest_rank([rank["times"] for rank in outcome.ranks])
+                for way in TRAINED:
+                    one = {"rate": rate, "model": model, "way": way}
+                    if way not in times:
+                        found.append({**one, "error": outcome.errors[way]})
+                        continue
+                    one["seconds"] = statistics.median(times[way])
+                    if "gloo" in times:
+                        one["speed"] = compare(times["gloo"], times[way]).median
+                    found.append(one)
+                    print(f"{rate:<8} {progress_of_training(one)}", flush=True)
+    return found
+
+
+def train(hosts: Hosts, size: int, directory: str, *args: Any) -> list[Any]:
+    """Run a task of training on ranks of the hosts."""
+    return hosts.launch(
+        be_training_rank,
+        directory,
+        *args,
+        env={"GLOO_SOCKET_IFNAME": "eth0"},
+        backend="phalanx",
+        group_timeout=TIMEOUT,
+        timeout=PATIENCE,
+    )
+
+
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = command.parser(REPORT, __doc__)
     add = parser.add_argument
@@ -145,6 +204,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--rates", type=listed(str), metavar="RATES", help="of links, such as 1gbit,10gbit")
     add("--bytes", type=listed(parse_bytes), dest="sizes", metavar="SIZES", help="only these")
     add("--budget", type=float, metavar="SECONDS", help="time per cell and implementation")
+    models = listed(known(WORKLOADS, "model"))
+    add("--models", type=models, metavar="NAMES", help="only these models are trained")
+    add("--seconds", type=float, metavar="S", help="length of a row of training steps in a round")
     return parser.parse_args(arguments)
 
 

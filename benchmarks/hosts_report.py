@@ -64,7 +64,23 @@ def tables(data: dict[str, Any]) -> list[Table]:
             row += [readable_ratio(results.ratio(*cell, name, "gloo")) for name in ours]
             rows.append(row)
         found.append((f"all_reduce, 2 hosts with 2 ranks each, {rate}: p50 / p99", heading, rows))
+    if data["training"]:
+        found.append(training_table(data))
     return found
+
+
+def training_table(data: dict[str, Any]) -> Table:
+    """Return the training steps of every way."""
+    cells = {(one["rate"], one["model"], one["way"]): one for one in data["training"]}
+    ways = list(dict.fromkeys(way for _, _, way in cells))
+    rows = []
+    for rate, model in dict.fromkeys((rate, model) for rate, model, _ in cells):
+        found = [cells[rate, model, way] for way in ways]
+        steps = [readable_seconds(one["seconds"]) if "seconds" in one else "-" for one in found]
+        speed = cells[rate, model, "phalanx"].get("speed")
+        rows.append([data["titles"][model], rate, *steps, readable_ratio(speed)])
+    heading = ["model", "links", *(data["titles"][way] for way in ways), "Phalanx's vs Gloo"]
+    return "Training steps, 2 hosts with 2 ranks each", heading, rows
 
 
 def show(data: dict[str, Any]) -> None:
@@ -100,10 +116,12 @@ and processes of their own ([how](hosts.md)), each with a link of the given rate
 both directions. The ranks of all implementations live side by side for the whole run; those that
 are not being measured sleep. They start together and take turns, round by round. The time of a call
 is that of its slowest rank; p50 is the median in the best round, p99 is over all rounds. Tensors
-are float32. Gloo is torch.distributed's, flat: it does not know who shares a host. Every host must
-send as many bytes as a tensor has to the other one, whatever the algorithm: that time is the link's
-limit. Packets' headers and the latency of messages come on top. All ranks share the cores of this
-machine, so what they compute and copy counts for more than on hosts of their own."""
+are float32. Training steps are medians over rounds in which the ways take turns; their ratio is the
+median of those within each round. Gloo is torch.distributed's, flat: it does not know who shares a
+host. Every host must send as many bytes as a tensor has to the other one, whatever the algorithm:
+that time is the link's limit. Packets' headers and the latency of messages come on top. All ranks
+share the cores of this machine, so what they compute and copy counts for more than on hosts of
+their own."""
 
 
 def limit(rate: str, num_bytes: int) -> float:

@@ -79,7 +79,8 @@ def group(backend: str) -> Any:
     return dist.new_group(backend=backend, timeout=TIMEOUT)
 
 
-def _be_rank(directory: str, fn: Callable[..., Any], ways: list[str], *args: Any) -> Any:
+def be_rank(directory: str, fn: Callable[..., Any], ways: list[str], *args: Any) -> Any:
+    """Be one rank, in a Phalanx world that there is already."""
     from phalanx.bench.torch_peer import gloo
 
     torch.set_num_threads(1)
@@ -98,19 +99,29 @@ class Outcome(NamedTuple):
     errors: dict[str, str]
 
 
-def launch(fn: Callable[..., Any], ways: list[str], *args: Any) -> Outcome:
+def _run(size: int, directory: str, *task: Any) -> list[Any]:
+    return run_processes(be_rank, size, directory, *task, timeout=TIMEOUT, deadline=PATIENCE)
+
+
+def launch(
+    fn: Callable[..., Any],
+    ways: list[str],
+    *args: Any,
+    size: int = RANKS,
+    run: Callable[..., list[Any]] = _run,
+    within: Path | None = None,
+) -> Outcome:
     """Run `fn(stage, ways, *args)` on new ranks, again without a way if one fails.
 
-    `ranks` is empty when no way is left.
+    `ranks` is empty when no way is left. `run(size, directory, *task)` has so many ranks call
+    `be_rank(directory, *task)`; all of them see the directory, which is `within` another.
     """
     errors: dict[str, str] = {}
     while remaining := [way for way in ways if way not in errors]:
-        with tempfile.TemporaryDirectory(prefix="bench-") as name:
-            start_line_file(Path(name), RANKS)
+        with tempfile.TemporaryDirectory(prefix="bench-", dir=within) as name:
+            start_line_file(Path(name), size)
             try:
-                ranks = run_processes(
-                    _be_rank, RANKS, name, fn, remaining, *args, timeout=TIMEOUT, deadline=PATIENCE
-                )
+                ranks = run(size, name, fn, remaining, *args)
             except Exception as error:
                 on = Path(name, "on")
                 if not on.exists():

@@ -74,6 +74,7 @@ def test_phalanx_is_measured_with_processes_and_threads(tmp_path):
 @needs_hosts
 def test_links_between_hosts_are_measured_and_written_up(tmp_path):
     options = ["--impl", "gloo", "--rates", "100mbit", "--bytes", "4,128K"]
+    options += ["--models", "tiny", "--seconds", "0.01"]
     data = run(tmp_path, *options, "--docs", str(tmp_path), module="hosts")
     assert [(one["bytes"], one["error"]) for one in data["results"]] == [
         (4, None),
@@ -82,6 +83,8 @@ def test_links_between_hosts_are_measured_and_written_up(tmp_path):
     document = (tmp_path / "hosts-benchmarks.md").read_text()
     assert "2 hosts with 2 ranks each, 100mbit" in document
     assert "10.5 ms" in document  # the link's limit
+    assert all(one["seconds"] > 0 for one in data["training"])
+    assert "| a tiny GPT | 100mbit |" in document
 
 
 def test_training_is_measured_and_written_up(tmp_path):
