@@ -379,7 +379,7 @@ def is_running(pid: int) -> bool:
 
 
 OWNER = """
-import os, sys, time
+import os, shutil, sys, time
 from phalanx.launch.pool import Pool
 
 def pid():
@@ -389,8 +389,13 @@ def stay():
     os.write(1, b"%d\\n" % os.getpid())  # at once: two lines must not mix
     time.sleep(600)
 
+def slowly(serve):
+    remove = shutil.rmtree
+    shutil.rmtree = lambda *args, **kwargs: (time.sleep(0.5), remove(*args, **kwargs))
+    serve()
+
 if __name__ == "__main__":
-    pool = Pool()
+    pool = Pool(slowly if sys.argv[1] == "slow" else None)
     print(*pool.run(pid, 2), flush=True)
     if sys.argv[1] == "running":
         pool.run(stay, 2)
@@ -406,9 +411,12 @@ def short_path() -> Iterator[Path]:
         yield Path(name)
 
 
-@pytest.mark.parametrize("how", ["exit", "idle", "running"])
+@pytest.mark.parametrize("how", ["exit", "idle", "slow", "running"])
 def test_processes_end_with_their_owner(tmp_path: Path, how: str, short_path: Path) -> None:
-    """It exits without closing the pool, or it is killed while the pool is idle or runs."""
+    """It exits without closing the pool, or it is killed while the pool is idle or runs.
+
+    Then its processes tidy up, also if that is slow beside all else that they do.
+    """
     script = tmp_path / "owner.py"
     script.write_text(textwrap.dedent(OWNER))
     files = short_path

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -36,6 +37,9 @@ _log = logs.area("launch")
 
 # What a warm process sends: the first byte of each message.
 _BEGUN, _SAYING, _OUTCOME, _CLEAN, _UNCLEAN = b"b", b"s", b"o", b"c", b"u"
+
+# What it is sent instead of a job: that there will be none.
+_NO_MORE = b""
 
 
 class _Job(NamedTuple):
@@ -136,7 +140,7 @@ class Pool:
 
 def _end(idle: list[_Warm], directory: str) -> None:
     for warm in idle:
-        warm.connection.close()
+        warm.dismiss()
     limit = time.monotonic() + GRACE
     for warm in idle:
         warm.end(max(limit - time.monotonic(), 0))
@@ -163,9 +167,15 @@ class _Warm:
         self.has_served = False
         _log.info("started pid %d for ranks", self.process.pid)
 
+    def dismiss(self) -> None:
+        """Let the process end by itself. Can be called again."""
+        with suppress(OSError):  # it has ended, or knows
+            self.connection.send_bytes(_NO_MORE)
+        self.connection.close()
+
     def end(self, seconds: float) -> None:
         """End the process: it has so long to end by itself."""
-        self.connection.close()
+        self.dismiss()
         self.process.join(seconds)
         processes.kill(self.process)
 
@@ -260,9 +270,9 @@ def _directory() -> str:
 def _main(directory: str, inside: bytes, connection: Connection) -> None:
     """Be a warm process: its whole life."""
     global _here
-    processes.begin(directory)
+    watch = processes.begin(directory)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # between runs it is the launcher's matter
-    _here = server = _Server(connection)
+    _here = server = _Server(connection, watch)
     try:
         if inside:
             pickle.loads(inside)(server.serve)
@@ -297,8 +307,9 @@ class _Imports:
 class _Server:
     """The process's side of the line to the pool."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, watch: threading.Thread) -> None:
         self._connection = connection
+        self._watch = watch
         self._lock = threading.Lock()
         self._job: _Job | None = None  # that is not answered yet
 
@@ -337,9 +348,10 @@ class _Server:
     def _next(self) -> _Job | None:
         try:
             received = self._connection.recv_bytes()
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # the launcher is gone: who watches it tidies up and ends this
+            self._watch.join()
             return None
-        self._job = pickle.loads(received)
+        self._job = pickle.loads(received) if received != _NO_MORE else None
         return self._job
 
     def _send(self, kind: bytes, content: bytes = b"") -> None:

@@ -431,11 +431,15 @@ def _main(rank: int, brief: Brief, sender: Connection, mouth: Mouth | None) -> N
     sender.close()
 
 
-def begin(directory: str) -> None:
-    """Begin the life of a process that ends with its launcher, as does that directory."""
+def begin(directory: str) -> threading.Thread:
+    """Begin the life of a process that ends with its launcher, as does that directory.
+
+    Return who sees to that: a thread that ends this process, and never returns.
+    """
     watch = threading.Thread(target=_end_with_launcher, args=(directory,), daemon=True)
     bystanders.mark(watch).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    return watch
 
 
 def live(rank: int, brief: Brief, loaded: Callable[[], None] = lambda: None) -> bytes:
