@@ -29,6 +29,7 @@ from phalanx.errors import DistError, DistTimeout
 from phalanx.launch import pool as pools
 from phalanx.launch.pool import Pool
 from phalanx.launch.processes import run_processes
+from phalanx.process import Stat
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,31 @@ def test_a_process_that_died_while_it_was_idle_is_replaced(pool: Pool) -> None:
     os.kill(victim, signal.SIGKILL)
     assert victim not in pool.run(pid, 2)
     assert pool.run(gathered, 2, 0) == [[0, 1]] * 2
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    while not Stat(f"/proc/{pid}").stopped:
+        time.sleep(0.01)
+
+
+def test_a_process_that_was_stopped_while_it_was_idle_is_replaced(pool: Pool) -> None:
+    victim = pool.run(pid, 1)[0]
+    stop(victim)
+    assert victim not in pool.run(pid, 2)
+    assert not is_running(victim)
+
+
+def test_a_process_that_was_stopped_before_it_began_overruns_the_deadline(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = pool.run(pid, 1)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(pools._Warm, "is_ready", lambda self: True)  # as it was a moment ago
+        stop(victim)
+        with pytest.raises(DistTimeout, match=r"rank 0 of 1 did not return(.|\n)*it is stopped"):
+            pool.run(pid, 1, deadline=0.5)
+    assert victim not in pool.run(pid, 2)
 
 
 def change_settings() -> None:

@@ -28,6 +28,7 @@ from phalanx.launch.outcomes import GRACE, Failure, as_error, settle, story
 from phalanx.launch.parcels import main_as_it_is, pack
 from phalanx.launch.processes import UNDECIDED, Brief, Group, Processes, Rank, pack_task
 from phalanx.launch.start_state import StartState, random_state, same_random_state
+from phalanx.process import Stat
 
 T = TypeVar("T")
 Serve = Callable[[], None]
@@ -58,8 +59,8 @@ class Pool:
     `run` means what `run_processes` means: a run in a process that has served before starts in the
     state of a new one: environment, working directory, `sys.path`, random streams (torch's bit for
     bit; `random` and NumPy are seeded by the system in both), torch's settings, debug level, and no
-    process group. Only modules that have been imported stay so. A process that died
-    or overran its deadline, or cannot be brought back to that state because it has left threads or
+    process group. Only modules that have been imported stay so. A process that died, was stopped or
+    overran its deadline, or cannot be brought back to that state because it has left threads or
     child processes, say, is ended; the next run starts another in its place.
 
     Close it when done, or use it as a context manager. It can be used by one thread at a time.
@@ -116,7 +117,7 @@ class Pool:
         """Return an idle process, or a new one."""
         while self._idle:
             warm = self._idle.pop(0)
-            if warm.process.is_alive():
+            if warm.is_ready():
                 return warm
             warm.end(0)
         return _Warm(self.directory, self._inside)
@@ -167,6 +168,10 @@ class _Warm:
         self.has_served = False
         _log.info("started pid %d for ranks", self.process.pid)
 
+    def is_ready(self) -> bool:
+        """Say whether the process lives, and has not been stopped."""
+        return self.process.is_alive() and not Stat(f"/proc/{self.process.pid}").stopped
+
     def dismiss(self) -> None:
         """Let the process end by itself. Can be called again."""
         with suppress(OSError):  # it has ended, or knows
@@ -189,9 +194,15 @@ class _Hired(Rank):
         self._pool, self._hear = pool, hear
         self._job = pickle.dumps(_Job(rank, brief, directory, sys.path, sys.argv))
         self._warm = pool.take()
-        self.has_begun = self._delivered = self._clean = False
+        self._delivered = self._clean = False
+        self._has_answered = False
         super().__init__(rank, brief, self._warm.process, self._warm.connection)
         self._send()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the deadline counts: one that has served need not import anything first."""
+        return self._has_answered or self._warm.has_served
 
     def _send(self) -> None:
         try:
@@ -202,7 +213,7 @@ class _Hired(Rank):
 
     def receive(self) -> Any:
         outcome = super().receive()
-        if not self._delivered and not self.has_begun and self._warm.has_served:
+        if not self._delivered and not self._has_answered and self._warm.has_served:
             # It has died since its last run: that is no matter of this one.
             self._warm.end(0)
             self._warm = self._pool.take()
@@ -218,7 +229,7 @@ class _Hired(Rank):
             self._delivered = True
             return super().take(content)
         if kind == _BEGUN:
-            self.has_begun = True
+            self._has_answered = True
         else:
             answer = self._hear(self.rank, pickle.loads(content)) if self._hear else None
             self.outcome.send_bytes(pickle.dumps(answer))

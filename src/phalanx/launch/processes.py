@@ -38,7 +38,7 @@ from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, s
 from phalanx.launch.parcels import main_as_it_is, pack
 from phalanx.launch.placement import THREADS_VARIABLE
 from phalanx.launch.relay import Mouth, Relay
-from phalanx.process import signal_name
+from phalanx.process import Stat, signal_name
 from phalanx.stores import FileStore
 from phalanx_autoload import REPLACE, register
 
@@ -184,7 +184,9 @@ class Processes:
         """
         self._limit = float("inf")
         while self.running:
-            if timeout is not None and self._limit == float("inf") and self._have_begun():
+            if not self._have_begun():  # or one that had is replaced
+                self._limit = float("inf")
+            elif timeout is not None and self._limit == float("inf"):
                 self._limit = time.monotonic() + timeout
             left = min(self._limit, self._ending) - time.monotonic()
             events = {rank.outcome: rank for rank in self.running}
@@ -296,8 +298,6 @@ UNDECIDED = _Undecided.UNDECIDED
 class Rank:
     """The process of one rank, seen from its launcher."""
 
-    has_begun = True  # as a new process counts as soon as it is started
-
     def __init__(self, rank: int, brief: Brief, process: BaseProcess, outcome: Any) -> None:
         self.rank = rank
         self.stacks = Path(brief.directory, f"stacks{rank}")
@@ -305,6 +305,11 @@ class Rank:
         self.process = process
         self.pid = process.pid or 0
         self.closed = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the deadline counts: for a new process as soon as it is started."""
+        return True
 
     def join(self, seconds: float) -> None:
         """Wait for the process to end by itself."""
@@ -351,6 +356,8 @@ class Rank:
 
     def where(self) -> str:
         """Return the stacks of the threads of the process."""
+        if Stat(f"/proc/{self.pid}").stopped:
+            return "  (it is stopped, by a signal or a debugger)"
         if not self.stacks.exists():  # nor does it know the signal yet
             return "  (it has not begun yet)"
         with suppress(ProcessLookupError):
