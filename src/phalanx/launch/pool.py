@@ -23,10 +23,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from phalanx import logs
 from phalanx.errors import DistError
-from phalanx.launch import outcomes, processes
+from phalanx.launch import life, outcomes, processes
+from phalanx.launch.life import Brief, Group
 from phalanx.launch.outcomes import GRACE, Failure, as_error, settle, story
 from phalanx.launch.parcels import main_as_it_is, pack
-from phalanx.launch.processes import UNDECIDED, Brief, Group, Processes, Rank, pack_task
+from phalanx.launch.processes import UNDECIDED, Processes, Rank, pack_task
 from phalanx.launch.start_state import StartState, random_state, same_random_state
 from phalanx.process import Stat
 
@@ -281,7 +282,7 @@ def _directory() -> str:
 def _main(directory: str, inside: bytes, connection: Connection) -> None:
     """Be a warm process: its whole life."""
     global _here
-    watch = processes.begin(directory)
+    watch = life.begin(directory)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # between runs it is the launcher's matter
     _here = server = _Server(connection, watch)
     try:
@@ -333,8 +334,8 @@ class _Server:
             _enter(job)
             sys.path[:], sys.argv[:] = job.path, job.arguments
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            outcomes.last_word = lambda failure: self._send(_OUTCOME, processes.packed(failure))
-            outcome = processes.live(job.rank, job.brief, imports.done)
+            outcomes.last_word = lambda failure: self._send(_OUTCOME, life.packed(failure))
+            outcome = life.live(job.rank, job.brief, imports.done)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._send(_OUTCOME, outcome)
             self._job = None
@@ -348,7 +349,7 @@ class _Server:
         """Answer a job with what kept this process from serving."""
         if job := self._job or self._next():
             failure = Failure(job.rank, as_error(error), story(error))
-            self._send(_OUTCOME, processes.packed(failure))
+            self._send(_OUTCOME, life.packed(failure))
             self._send(_UNCLEAN)
 
     def say(self, content: object) -> Any:
