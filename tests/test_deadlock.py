@@ -16,6 +16,7 @@ from trials.cases import deadlock_case
 from trials.verdicts import ranks_named
 
 import phalanx as dist
+from phalanx.debug import outside
 from phalanx.testing import run_ranks
 
 LARGE = 500_000  # elements of a message that waits for its receiver
@@ -46,6 +47,27 @@ def _deadlocks(
         for word in {*words, "test_deadlock.py:", f"in {body.__name__}"}:
             assert word in str(result), f"{word} is not in: {result}"
     return results
+
+
+def _ranks() -> list[outside.Rank]:
+    """Look at the ranks of this world, the youngest of this process."""
+    return outside.look([os.getpid()]).jobs[-1].ranks
+
+
+def _once_waiting(needs: dict[int, int]) -> None:
+    """Return when each of these ranks is seen to wait for another, from where it will not move.
+
+    Whoever closes a cycle calls this first where the deadlock is to be told to others as well.
+    """
+
+    def waits(rank: outside.Rank, needed: int) -> bool:
+        return any(wait.blocked and needed in wait.needs for wait in rank.waits)
+
+    while True:
+        ranks = _ranks()
+        if all(waits(ranks[rank], needed) for rank, needed in needs.items()):
+            return
+        time.sleep(0.01)
 
 
 def crossed_recv() -> None:
@@ -98,6 +120,7 @@ def test_a_large_send_to_one_that_is_in_a_collective_of_another_group() -> None:
 
 def never_reaches_the_barrier() -> None:
     if dist.get_rank() == 1:
+        _once_waiting({0: 1, 2: 1})
         dist.recv(torch.empty(1), 0)
     dist.barrier()
 
@@ -189,6 +212,7 @@ def some_make_a_group() -> None:
     if dist.get_rank() < 2:
         dist.barrier(dist.new_group([0, 1, 2]))
     else:
+        _once_waiting({0: 2, 1: 2})
         dist.all_reduce(torch.ones(1))
 
 
@@ -201,6 +225,7 @@ def first_does_not_make_the_group() -> None:
     if dist.get_rank() > 0:
         dist.new_group([0, 1, 2])
     else:
+        _once_waiting({1: 0, 2: 0})
         dist.all_reduce(torch.ones(1))
 
 
@@ -210,11 +235,37 @@ def test_a_group_that_its_first_rank_does_not_make() -> None:
 
 def waits_for_a_cycle() -> None:
     rank = dist.get_rank()
-    dist.recv(torch.empty(1), {0: 1, 1: 0, 2: 1, 3: 2}[rank])
+    whom = {0: 1, 1: 0, 2: 1, 3: 2}
+    if rank == 0:
+        _once_waiting({each: whom[each] for each in (1, 2, 3)})
+    dist.recv(torch.empty(1), whom[rank])
 
 
 def test_ranks_that_wait_for_a_cycle_are_told_as_well() -> None:
     _deadlocks(waits_for_a_cycle, 4, {"recv"})
+
+
+def comes_after_a_cycle() -> None:
+    rank = dist.get_rank()
+    dist.barrier()
+    if rank < 2:
+        dist.recv(torch.empty(1), 1 - rank)
+    else:
+        while all(each.presence == "here" for each in _ranks()):
+            time.sleep(0.01)
+        dist.barrier()
+
+
+@both
+def test_a_rank_that_comes_when_a_cycle_was_told_hears_of_it(ranks: str) -> None:
+    *stuck, late = run_ranks(
+        comes_after_a_cycle, 3, ranks=ranks, timeout=30, group_timeout=20, return_exceptions=True
+    )
+    assert all(isinstance(each, dist.Deadlock) for each in stuck)
+    assert isinstance(late, dist.PeerFailed)
+    assert ranks_named(str(late)) >= {0, 1}
+    assert "barrier" in str(late)
+    assert "Deadlock" in str(late)
 
 
 def bystanders() -> None:
@@ -282,6 +333,7 @@ def test_messages_go_on_after_a_deadlock() -> None:
 def goes_on_with_collectives() -> None:
     rank = dist.get_rank()
     if rank == 0:
+        _once_waiting({1: 0, 2: 0})
         with pytest.raises(dist.Deadlock, match="barrier"):
             dist.recv(torch.empty(1), 1)
     else:

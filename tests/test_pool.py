@@ -29,6 +29,7 @@ from phalanx.errors import DistError, DistTimeout
 from phalanx.launch import pool as pools
 from phalanx.launch.pool import Pool
 from phalanx.launch.processes import run_processes
+from phalanx.process import Stat
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,31 @@ def test_a_process_that_died_while_it_was_idle_is_replaced(pool: Pool) -> None:
     os.kill(victim, signal.SIGKILL)
     assert victim not in pool.run(pid, 2)
     assert pool.run(gathered, 2, 0) == [[0, 1]] * 2
+
+
+def stop(pid: int) -> None:
+    os.kill(pid, signal.SIGSTOP)
+    while not Stat(f"/proc/{pid}").stopped:
+        time.sleep(0.01)
+
+
+def test_a_process_that_was_stopped_while_it_was_idle_is_replaced(pool: Pool) -> None:
+    victim = pool.run(pid, 1)[0]
+    stop(victim)
+    assert victim not in pool.run(pid, 2)
+    assert not is_running(victim)
+
+
+def test_a_process_that_was_stopped_before_it_began_overruns_the_deadline(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim = pool.run(pid, 1)[0]
+    with monkeypatch.context() as patch:
+        patch.setattr(pools._Warm, "is_ready", lambda self: True)  # as it was a moment ago
+        stop(victim)
+        with pytest.raises(DistTimeout, match=r"rank 0 of 1 did not return(.|\n)*it is stopped"):
+            pool.run(pid, 1, deadline=0.5)
+    assert victim not in pool.run(pid, 2)
 
 
 def change_settings() -> None:
@@ -379,7 +405,7 @@ def is_running(pid: int) -> bool:
 
 
 OWNER = """
-import os, sys, time
+import os, shutil, sys, time
 from phalanx.launch.pool import Pool
 
 def pid():
@@ -389,8 +415,13 @@ def stay():
     os.write(1, b"%d\\n" % os.getpid())  # at once: two lines must not mix
     time.sleep(600)
 
+def slowly(serve):
+    remove = shutil.rmtree
+    shutil.rmtree = lambda *args, **kwargs: (time.sleep(0.5), remove(*args, **kwargs))
+    serve()
+
 if __name__ == "__main__":
-    pool = Pool()
+    pool = Pool(slowly if sys.argv[1] == "slow" else None)
     print(*pool.run(pid, 2), flush=True)
     if sys.argv[1] == "running":
         pool.run(stay, 2)
@@ -406,9 +437,12 @@ def short_path() -> Iterator[Path]:
         yield Path(name)
 
 
-@pytest.mark.parametrize("how", ["exit", "idle", "running"])
+@pytest.mark.parametrize("how", ["exit", "idle", "slow", "running"])
 def test_processes_end_with_their_owner(tmp_path: Path, how: str, short_path: Path) -> None:
-    """It exits without closing the pool, or it is killed while the pool is idle or runs."""
+    """It exits without closing the pool, or it is killed while the pool is idle or runs.
+
+    Then its processes tidy up, also if that is slow beside all else that they do.
+    """
     script = tmp_path / "owner.py"
     script.write_text(textwrap.dedent(OWNER))
     files = short_path

@@ -13,7 +13,7 @@ ROOT = Path(phalanx.__file__).parent
 
 # From the bottom up. A module imports from its own layer and those below it.
 LAYERS = [
-    {"errors", "logs", "types", "work", "_native", "bystanders", "extras", "process"},
+    {"errors", "logs", "types", "work", "_native", "bystanders", "extras", "patches", "process"},
     {"heap", "profiling", "stores", "meeting", "rendezvous"},
     {"backends"},
     {"groups", "world", "subgroups", "mesh", "checks", "sparse"},

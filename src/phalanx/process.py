@@ -23,6 +23,7 @@ class Stat:
         self._fields = rest.split()
         self.state = self._fields[0] if self._fields else ""
         self.alive = self.state not in ("", "Z", "X")
+        self.stopped = self.state in ("T", "t")  # by a signal, or by a debugger
 
     def number(self, field: int) -> int:
         return int(self._fields[field - 3]) if self._fields else 0

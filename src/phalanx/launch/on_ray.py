@@ -17,8 +17,8 @@ from phalanx.errors import DistError, DistTimeout
 from phalanx.extras import need
 from phalanx.launch import outcomes
 from phalanx.launch.environment import HeldPort
+from phalanx.launch.life import Group, heed_environment
 from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle, story
-from phalanx.launch.processes import Group, heed_environment
 
 T = TypeVar("T")
 

@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
@@ -22,11 +23,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from phalanx import logs
 from phalanx.errors import DistError
-from phalanx.launch import outcomes, processes
+from phalanx.launch import life, outcomes, processes
+from phalanx.launch.life import Brief, Group
 from phalanx.launch.outcomes import GRACE, Failure, as_error, settle, story
 from phalanx.launch.parcels import main_as_it_is, pack
-from phalanx.launch.processes import UNDECIDED, Brief, Group, Processes, Rank, pack_task
+from phalanx.launch.processes import UNDECIDED, Processes, Rank, pack_task
 from phalanx.launch.start_state import StartState, random_state, same_random_state
+from phalanx.process import Stat
 
 T = TypeVar("T")
 Serve = Callable[[], None]
@@ -36,6 +39,9 @@ _log = logs.area("launch")
 
 # What a warm process sends: the first byte of each message.
 _BEGUN, _SAYING, _OUTCOME, _CLEAN, _UNCLEAN = b"b", b"s", b"o", b"c", b"u"
+
+# What it is sent instead of a job: that there will be none.
+_NO_MORE = b""
 
 
 class _Job(NamedTuple):
@@ -54,8 +60,8 @@ class Pool:
     `run` means what `run_processes` means: a run in a process that has served before starts in the
     state of a new one: environment, working directory, `sys.path`, random streams (torch's bit for
     bit; `random` and NumPy are seeded by the system in both), torch's settings, debug level, and no
-    process group. Only modules that have been imported stay so. A process that died
-    or overran its deadline, or cannot be brought back to that state because it has left threads or
+    process group. Only modules that have been imported stay so. A process that died, was stopped or
+    overran its deadline, or cannot be brought back to that state because it has left threads or
     child processes, say, is ended; the next run starts another in its place.
 
     Close it when done, or use it as a context manager. It can be used by one thread at a time.
@@ -112,7 +118,7 @@ class Pool:
         """Return an idle process, or a new one."""
         while self._idle:
             warm = self._idle.pop(0)
-            if warm.process.is_alive():
+            if warm.is_ready():
                 return warm
             warm.end(0)
         return _Warm(self.directory, self._inside)
@@ -136,7 +142,7 @@ class Pool:
 
 def _end(idle: list[_Warm], directory: str) -> None:
     for warm in idle:
-        warm.connection.close()
+        warm.dismiss()
     limit = time.monotonic() + GRACE
     for warm in idle:
         warm.end(max(limit - time.monotonic(), 0))
@@ -163,9 +169,19 @@ class _Warm:
         self.has_served = False
         _log.info("started pid %d for ranks", self.process.pid)
 
+    def is_ready(self) -> bool:
+        """Say whether the process lives, and has not been stopped."""
+        return self.process.is_alive() and not Stat(f"/proc/{self.process.pid}").stopped
+
+    def dismiss(self) -> None:
+        """Let the process end by itself. Can be called again."""
+        with suppress(OSError):  # it has ended, or knows
+            self.connection.send_bytes(_NO_MORE)
+        self.connection.close()
+
     def end(self, seconds: float) -> None:
         """End the process: it has so long to end by itself."""
-        self.connection.close()
+        self.dismiss()
         self.process.join(seconds)
         processes.kill(self.process)
 
@@ -179,9 +195,15 @@ class _Hired(Rank):
         self._pool, self._hear = pool, hear
         self._job = pickle.dumps(_Job(rank, brief, directory, sys.path, sys.argv))
         self._warm = pool.take()
-        self.has_begun = self._delivered = self._clean = False
+        self._delivered = self._clean = False
+        self._has_answered = False
         super().__init__(rank, brief, self._warm.process, self._warm.connection)
         self._send()
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the deadline counts: one that has served need not import anything first."""
+        return self._has_answered or self._warm.has_served
 
     def _send(self) -> None:
         try:
@@ -192,7 +214,7 @@ class _Hired(Rank):
 
     def receive(self) -> Any:
         outcome = super().receive()
-        if not self._delivered and not self.has_begun and self._warm.has_served:
+        if not self._delivered and not self._has_answered and self._warm.has_served:
             # It has died since its last run: that is no matter of this one.
             self._warm.end(0)
             self._warm = self._pool.take()
@@ -208,7 +230,7 @@ class _Hired(Rank):
             self._delivered = True
             return super().take(content)
         if kind == _BEGUN:
-            self.has_begun = True
+            self._has_answered = True
         else:
             answer = self._hear(self.rank, pickle.loads(content)) if self._hear else None
             self.outcome.send_bytes(pickle.dumps(answer))
@@ -260,9 +282,9 @@ def _directory() -> str:
 def _main(directory: str, inside: bytes, connection: Connection) -> None:
     """Be a warm process: its whole life."""
     global _here
-    processes.begin(directory)
+    watch = life.begin(directory)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # between runs it is the launcher's matter
-    _here = server = _Server(connection)
+    _here = server = _Server(connection, watch)
     try:
         if inside:
             pickle.loads(inside)(server.serve)
@@ -297,8 +319,9 @@ class _Imports:
 class _Server:
     """The process's side of the line to the pool."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, watch: threading.Thread) -> None:
         self._connection = connection
+        self._watch = watch
         self._lock = threading.Lock()
         self._job: _Job | None = None  # that is not answered yet
 
@@ -311,8 +334,8 @@ class _Server:
             _enter(job)
             sys.path[:], sys.argv[:] = job.path, job.arguments
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            outcomes.last_word = lambda failure: self._send(_OUTCOME, processes.packed(failure))
-            outcome = processes.live(job.rank, job.brief, imports.done)
+            outcomes.last_word = lambda failure: self._send(_OUTCOME, life.packed(failure))
+            outcome = life.live(job.rank, job.brief, imports.done)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             self._send(_OUTCOME, outcome)
             self._job = None
@@ -326,7 +349,7 @@ class _Server:
         """Answer a job with what kept this process from serving."""
         if job := self._job or self._next():
             failure = Failure(job.rank, as_error(error), story(error))
-            self._send(_OUTCOME, processes.packed(failure))
+            self._send(_OUTCOME, life.packed(failure))
             self._send(_UNCLEAN)
 
     def say(self, content: object) -> Any:
@@ -337,9 +360,10 @@ class _Server:
     def _next(self) -> _Job | None:
         try:
             received = self._connection.recv_bytes()
-        except (EOFError, OSError):
+        except (EOFError, OSError):  # the launcher is gone: who watches it tidies up and ends this
+            self._watch.join()
             return None
-        self._job = pickle.loads(received)
+        self._job = pickle.loads(received) if received != _NO_MORE else None
         return self._job
 
     def _send(self, kind: bytes, content: bytes = b"") -> None:

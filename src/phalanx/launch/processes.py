@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import faulthandler
 import multiprocessing
 import os
 import pickle
@@ -12,65 +11,38 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import torch
-
-from phalanx import bystanders, logs, world
+from phalanx import logs
 from phalanx.errors import DistError
-from phalanx.launch import notebook, outcomes
-from phalanx.launch.descendants import descendants, kill_below
-from phalanx.launch.environment import Job
-from phalanx.launch.outcomes import GRACE, Failure, as_error, overdue, reason, settle, story
+from phalanx.launch import life, notebook
+from phalanx.launch.descendants import descendants
+from phalanx.launch.life import Brief, Group
+from phalanx.launch.outcomes import GRACE, Failure, overdue, settle
 from phalanx.launch.parcels import main_as_it_is, pack
-from phalanx.launch.placement import THREADS_VARIABLE
-from phalanx.launch.relay import Mouth, Relay
-from phalanx.process import signal_name
-from phalanx.stores import FileStore
-from phalanx_autoload import REPLACE, register
+from phalanx.launch.relay import Relay
+from phalanx.process import Stat, signal_name
 
 T = TypeVar("T")
 
 _log = logs.area("launch")
-
-# Asks a rank to write down where each of its threads stands.
-_DUMP_STACKS = signal.SIGUSR2
 
 # How long ranks that are asked to end (SIGTERM) may take before they are killed.
 _ASKED = 2.0
 
 # How the process of a rank exits that starts ranks itself while it imports the main module.
 _UNGUARDED = 97
-
-
-class Brief(NamedTuple):
-    """All that a rank's process needs to know."""
-
-    size: int
-    task: bytes  # see `pack_task`
-    environment: dict[str, str]
-    group: Group | None  # if there is none, the function is told its rank and makes its own
-    directory: str
-
-
-class Group(NamedTuple):
-    """How the default group is initialised."""
-
-    backend: str
-    timeout: float | timedelta | None
 
 
 def run_processes(
@@ -121,13 +93,6 @@ def pack_task(
             f"cannot send {fn!r} and its arguments to other processes: {error}; "
             "define the function at the top level of a module, or use thread ranks"
         ) from None
-
-
-def unpack_task(task: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    """Return a function and its arguments that another process has packed."""
-    fn, args, kwargs, cells = pickle.loads(task)
-    notebook.know(cells)
-    return fn, args, kwargs
 
 
 class Processes:
@@ -191,7 +156,9 @@ class Processes:
         """
         self._limit = float("inf")
         while self.running:
-            if timeout is not None and self._limit == float("inf") and self._have_begun():
+            if not self._have_begun():  # or one that had is replaced
+                self._limit = float("inf")
+            elif timeout is not None and self._limit == float("inf"):
                 self._limit = time.monotonic() + timeout
             left = min(self._limit, self._ending) - time.monotonic()
             events = {rank.outcome: rank for rank in self.running}
@@ -303,8 +270,6 @@ UNDECIDED = _Undecided.UNDECIDED
 class Rank:
     """The process of one rank, seen from its launcher."""
 
-    has_begun = True  # as a new process counts as soon as it is started
-
     def __init__(self, rank: int, brief: Brief, process: BaseProcess, outcome: Any) -> None:
         self.rank = rank
         self.stacks = Path(brief.directory, f"stacks{rank}")
@@ -312,6 +277,11 @@ class Rank:
         self.process = process
         self.pid = process.pid or 0
         self.closed = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the deadline counts: for a new process as soon as it is started."""
+        return True
 
     def join(self, seconds: float) -> None:
         """Wait for the process to end by itself."""
@@ -358,10 +328,12 @@ class Rank:
 
     def where(self) -> str:
         """Return the stacks of the threads of the process."""
+        if Stat(f"/proc/{self.pid}").stopped:
+            return "  (it is stopped, by a signal or a debugger)"
         if not self.stacks.exists():  # nor does it know the signal yet
             return "  (it has not begun yet)"
         with suppress(ProcessLookupError):
-            os.kill(self.pid, _DUMP_STACKS)
+            os.kill(self.pid, life.DUMP_STACKS)
         text, limit = "", time.monotonic() + 1
         # It is all there when it stops growing.
         while time.monotonic() < limit and (not text or text != self.stacks.read_text()):
@@ -377,8 +349,7 @@ class Rank:
 
 # The frame that calls the function of a rank, in what faulthandler writes.
 _CALLER = re.compile(
-    r'/phalanx/(launch/processes\.py", line \d+ in _outcome'
-    r'|testing/hosts/rank\.py", line \d+ in _outcome'
+    r'/phalanx/((launch/life|testing/hosts/rank)\.py", line \d+ in _outcome'
     r'|testing/plugin/rank_process\.py", line \d+ in do)$'
 )
 
@@ -415,7 +386,7 @@ class NewRank(Rank):
         outcome, sender = context.Pipe(duplex=False)
         mouth = relay.mouth(rank, context) if relay else None
         process = context.Process(
-            target=_main, args=(rank, brief, sender, mouth), name=f"rank{rank}", daemon=daemon
+            target=life.be, args=(rank, brief, sender, mouth), name=f"rank{rank}", daemon=daemon
         )
         process.start()
         sender.close()
@@ -423,107 +394,3 @@ class NewRank(Rank):
             mouth.close()
         super().__init__(rank, brief, process, outcome)
         _log.info("started rank %d of %d as pid %d", rank, brief.size, self.pid)
-
-
-def _main(rank: int, brief: Brief, sender: Connection, mouth: Mouth | None) -> None:
-    """Be one rank: the whole life of its process."""
-    if mouth:
-        mouth.open()
-    begin(brief.directory)
-    if not os.path.isdir(brief.directory):  # the launcher was interrupted and has given up
-        return
-    outcomes.last_word = lambda failure: sender.send_bytes(packed(failure))
-    outcome = live(rank, brief)
-    with suppress(BrokenPipeError):  # nobody waits for it
-        sender.send_bytes(outcome)
-    sender.close()
-
-
-def begin(directory: str) -> None:
-    """Begin the life of a process that ends with its launcher, as does that directory."""
-    watch = threading.Thread(target=_end_with_launcher, args=(directory,), daemon=True)
-    bystanders.mark(watch).start()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-
-
-def live(rank: int, brief: Brief, loaded: Callable[[], None] = lambda: None) -> bytes:
-    """Do what one rank has to, and return the outcome, packed; call `loaded` just before."""
-    os.environ.clear()
-    os.environ.update(brief.environment, **Job.rank_variables(rank))
-    heed_environment()
-    with open(Path(brief.directory, f"stacks{rank}"), "w") as stacks:
-        faulthandler.register(_DUMP_STACKS, file=stacks, all_threads=True)
-        outcome = _outcome(rank, brief, loaded)
-        faulthandler.unregister(_DUMP_STACKS)
-    return outcome
-
-
-def heed_environment() -> None:
-    """Do what torch does with variables as it is imported: this may be forked from where it was."""
-    num_threads = os.environ.get(THREADS_VARIABLE, "")
-    if num_threads.isdecimal():
-        torch.set_num_threads(int(num_threads))
-    if REPLACE in os.environ:
-        register()
-
-
-def _outcome(rank: int, brief: Brief, loaded: Callable[[], None]) -> bytes:
-    try:
-        fn, args, kwargs = unpack_task(brief.task)
-        loaded()
-        if brief.group is None:
-            args = (rank, *args)
-        else:
-            _init(rank, brief, brief.group)
-        result = fn(*args, **kwargs)
-        if world.is_initialized():
-            world.destroy_process_group()
-        return packed_result(result)
-    except BaseException as error:
-        return failed(rank, error)
-
-
-def failed(rank: int, error: BaseException) -> bytes:
-    """Tell the other ranks how this one failed, and pack it for the launcher."""
-    outcomes.add_remarks(world.current(), error)
-    failure = Failure(rank, as_error(error), story(error))
-    world.current_slot().fail(reason(failure))
-    return packed(failure)
-
-
-def _init(rank: int, brief: Brief, group: Group) -> None:
-    store = FileStore(str(Path(brief.directory, "store")), brief.size)
-    world.init_process_group(
-        group.backend, store=store, rank=rank, world_size=brief.size, timeout=group.timeout
-    )
-
-
-def packed_result(result: object) -> bytes:
-    """Pack what a rank returned."""
-    try:
-        return pack(result)
-    except TypeError as error:
-        raise TypeError(
-            f"cannot send the result, of type {type(result).__name__}, to the launcher: {error}; "
-            "return tensors, numbers, and what else can be pickled"
-        ) from None
-
-
-def packed(failure: Failure) -> bytes:
-    """Pack a failure; an error that cannot be moved between processes travels as text."""
-    try:
-        data = pack(failure)
-        pickle.loads(data)
-    except Exception:
-        return pickle.dumps(replace(failure, error=DistError(str(failure))))
-    return data
-
-
-def _end_with_launcher(directory: str) -> None:
-    """Once the launcher is gone, however that ended, leave nothing behind either."""
-    launcher = multiprocessing.parent_process()
-    if launcher is not None:
-        launcher.join()
-        shutil.rmtree(directory, ignore_errors=True)
-        kill_below(os.getpid())
-        os.kill(os.getpid(), signal.SIGKILL)

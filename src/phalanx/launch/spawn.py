@@ -13,8 +13,9 @@ from typing import Any, Literal, TypeVar, overload
 
 from phalanx.launch import notebook, placement
 from phalanx.launch.environment import HeldPort, Job
+from phalanx.launch.life import Group
 from phalanx.launch.outcomes import settle
-from phalanx.launch.processes import Group, Processes, pack_task
+from phalanx.launch.processes import Processes, pack_task
 from phalanx.launch.relay import Relay
 from phalanx.machine import Machine
 

@@ -31,6 +31,7 @@ from phalanx.launch.outcomes import (
     settle,
     stack_of_program,
 )
+from phalanx.patches import Patch, Shared, patched
 from phalanx.stores import HashStore
 
 T = TypeVar("T")
@@ -103,7 +104,7 @@ def run_as_ranks(
     """
     __tracebackhide__ = True
     labelled = voices.labelled() if notebook.labelling(label) else nullcontext()
-    with _ranks_are_known(), random.told_apart(rng), watch.listening(), labelled:
+    with _ranks_are_known, random.told_apart(rng), watch.listening(), labelled:
         limit = _Limit()
         threads = _Threads(live, [_Rank(rank, rng, limit) for rank in range(size)], limit)
         for rank in threads.ranks:
@@ -431,36 +432,22 @@ def _submit_as_rank(
     return future
 
 
-_PATCHES: list[tuple[Any, str, Any]] = [
+_PATCHES: list[Patch] = [
     (threading.Thread, "start", _start_as_rank),
     (ThreadPoolExecutor, "submit", _submit_as_rank),
     (torch.random, "default_generator", random.DefaultGenerator()),
 ]
-_patch_lock = threading.Lock()
-_worlds = 0
 
 
 @contextmanager
-def _ranks_are_known() -> Iterator[None]:
-    """Have threading, warnings and torch.random tell ranks apart while there are thread worlds."""
-    global _worlds
-    with _patch_lock:
-        _worlds += 1
-        if _worlds == 1:
-            _swap_patches()
-            warned.begin()
-    try:
-        yield
-    finally:
-        with _patch_lock:
-            _worlds -= 1
-            if _worlds == 0:
-                warned.end()
-                _swap_patches()
+def _knowing_ranks() -> Iterator[None]:
+    with patched(*_PATCHES):
+        warned.begin()
+        try:
+            yield
+        finally:
+            warned.end()
 
 
-def _swap_patches() -> None:
-    """Put each patch in place and keep what was there, or the other way round."""
-    for i, (owner, name, value) in enumerate(_PATCHES):
-        _PATCHES[i] = (owner, name, getattr(owner, name))
-        setattr(owner, name, value)
+# Has threading, warnings and torch.random tell ranks apart while there are thread worlds.
+_ranks_are_known = Shared(_knowing_ranks)

@@ -39,4 +39,4 @@ def told_apart(rng: Choice) -> Any:
         return nullcontext()
     if rng != "all":
         raise ValueError(f"unknown rng {rng!r} (known: True for torch, 'all', False for none)")
-    return libraries.told_apart()
+    return libraries.told_apart

@@ -22,6 +22,8 @@ from typing import Any, cast
 import numpy as np
 from numpy.random import mtrand
 
+from phalanx.patches import Shared
+
 _python: random.Random = cast(Any, random)._inst
 _numpy: np.random.RandomState = cast(Any, mtrand)._rand
 
@@ -105,40 +107,23 @@ def _finding(library: str, name: str, function: Callable[..., Any]) -> Callable[
     return drawn
 
 
-_lock = threading.Lock()
-_users = 0
-_exchanged: list[tuple[dict[str, Any], str, Any]] = []
-
-
 @contextmanager
-def told_apart() -> Iterator[None]:
-    """Have the functions of both libraries tell ranks apart for the length of a block."""
-    global _users
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _exchange()
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                _restore()
-
-
-def _exchange() -> None:
+def _exchanging() -> Iterator[None]:
     stand_ins = _stand_ins()
+    exchanged: list[tuple[dict[str, Any], str, Any]] = []
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
         if type(names) is dict and names is not globals():
             for name, value in list(names.items()):
                 if id(value) in stand_ins:
-                    _exchanged.append((names, name, value))
+                    exchanged.append((names, name, value))
                     names[name] = stand_ins[id(value)]
+    try:
+        yield
+    finally:
+        for names, name, value in exchanged:
+            names[name] = value
 
 
-def _restore() -> None:
-    while _exchanged:
-        names, name, value = _exchanged.pop()
-        names[name] = value
+# Has the functions of both libraries tell ranks apart.
+told_apart = Shared(_exchanging)

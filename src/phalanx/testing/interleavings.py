@@ -15,7 +15,7 @@ from typing import Any, Generic, TypeVar
 
 from phalanx.groups import ProcessGroup
 from phalanx.launch import outcomes, threads
-from phalanx.launch.patches import Patches
+from phalanx.patches import Patch, Shared, patched
 from phalanx.testing.operations import site_of
 from phalanx.testing.postings import Model
 from phalanx.testing.scheduler import Scheduler, State, Step
@@ -107,7 +107,7 @@ def schedule(
     def body(*args: object, **kwargs: object) -> T:
         return _take_turns(scheduler, model, fn, args, kwargs)
 
-    with _PATCHES.applied(), scheduler.watching():
+    with _patched, scheduler.watching():
         try:
             results = run(body, size, *args, **kwargs)
         except BaseException as error:
@@ -289,7 +289,7 @@ def _remove_group_in_turn(self: World, group: ProcessGroup) -> None:
     _remove_group(self, group)
 
 
-_PATCHES = Patches(
+_PATCHES: list[Patch] = [
     (threading.Thread, "join", _join_in_turn),
     (threading.Condition, "wait", _wait_in_turn),
     (threading, "Lock", _LockInTurn),
@@ -297,4 +297,5 @@ _PATCHES = Patches(
     (time, "sleep", _sleep_in_turn),
     (World, "add_group", _add_group_in_turn),
     (World, "remove_group", _remove_group_in_turn),
-)
+]
+_patched = Shared(lambda: patched(*_PATCHES))

@@ -14,15 +14,9 @@ from multiprocessing.process import BaseProcess
 from typing import IO, Any, NamedTuple
 
 import phalanx
+from phalanx.launch.life import failed, heed_environment, packed_result, unpack_task
 from phalanx.launch.parcels import main_as_it_is
-from phalanx.launch.processes import (
-    failed,
-    heed_environment,
-    of_program,
-    packed_result,
-    starting,
-    unpack_task,
-)
+from phalanx.launch.processes import of_program, starting
 from phalanx.testing.hosts import namespaces
 from phalanx.testing.hosts.programs import ALL, Process, Program, content, scratch
 

@@ -24,6 +24,7 @@ import pytest
 
 from phalanx import bystanders
 from phalanx.launch import processes
+from phalanx.launch.life import Group
 from phalanx.launch.outcomes import Failure, as_error, first_real, story
 from phalanx.launch.output import Screen, Speaker
 from phalanx.launch.parcels import pack
@@ -61,7 +62,7 @@ def run(item: pytest.Function, world: WorldMark, arguments: dict[str, Any]) -> N
     directory = tempfile.mkdtemp(prefix="test-", dir=pool.directory)
     body = _body(item, world, arguments, directory)
     task = processes.pack_task(run_body, (body,))
-    group = None if world.torch else processes.Group(world.backend, world.group_timeout)
+    group = None if world.torch else Group(world.backend, world.group_timeout)
     failures: list[Failure] = []
     try:
         with (

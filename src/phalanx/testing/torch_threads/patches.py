@@ -21,6 +21,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from phalanx.dispatch import untrace
+from phalanx.patches import Shared
 from phalanx.testing.torch_threads import environment
 from phalanx.testing.torch_threads.compiling import for_ranks
 from phalanx.testing.torch_threads.ranks import OwnHandlers, States, mine
@@ -32,8 +33,6 @@ from phalanx_autoload import NAME
 # Backends whose place Phalanx takes; a program that asks for another gets that.
 _SERVED = {NAME, "gloo", "nccl", "ucc", "xccl", "threaded", "undefined"}
 
-_lock = threading.Lock()
-_users = 0
 _NOTHING = object()
 _kept: list[tuple[Any, str, Any]] = []  # what stood there before
 
@@ -51,20 +50,16 @@ _SHAPES = "_fake_mode_lock"
 
 
 @contextmanager
-def ranks_are_threads() -> Iterator[None]:
-    """Have torch.distributed tell thread ranks apart for the length of a block."""
-    global _users
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _install()
+def _telling_ranks_apart() -> Iterator[None]:
+    _install()
     try:
         yield
     finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                _restore()
+        _restore()
+
+
+# Has torch.distributed tell thread ranks apart.
+ranks_are_threads = Shared(_telling_ranks_apart)
 
 
 def _install() -> None:
@@ -198,7 +193,7 @@ untrace(inspect.unwrap(inside_forward), "it tells ranks apart")
 @functools.wraps(_compile)
 def compile_for_rank(*args: Any, **kwargs: Any) -> Any:
     """Compile a function, so that ranks do not share what comes out."""
-    with _lock:
+    with ranks_are_threads.lock:
         if mine() is not None:
             _part_compiled()
     return _compile(*args, **kwargs)
@@ -207,7 +202,7 @@ def compile_for_rank(*args: Any, **kwargs: Any) -> Any:
 def _part_compiled() -> None:
     from torch._dynamo import eval_frame
 
-    if _users and not any(name == _CALLBACK for _, name, _ in _kept):
+    if ranks_are_threads.num_users and not any(name == _CALLBACK for _, name, _ in _kept):
         _put(eval_frame, _CALLBACK, for_ranks(getattr(eval_frame, _CALLBACK)))
 
 
@@ -216,8 +211,8 @@ def _part_tensors() -> None:
     from torch.distributed.tensor._dispatch import OpDispatcher
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-    with _lock:
-        if _users and not any(name == _SHAPES for _, name, _ in _kept):
+    with ranks_are_threads.lock:
+        if ranks_are_threads.num_users and not any(name == _SHAPES for _, name, _ in _kept):
             # Shapes are computed in a mode that one thread at a time may be in.
             _put(ShardingPropagator, _SHAPES, threading.RLock())
             _put(OpDispatcher, "_custom_op_handlers", OwnHandlers())

@@ -65,7 +65,7 @@ class TorchWorld:
                 dist.destroy_process_group()
             return result
 
-        with ranks_are_threads():
+        with ranks_are_threads:
             try:
                 return run_as_ranks(
                     live, self.size, self._rng, self._timeout, self._return_exceptions, known_groups
@@ -89,7 +89,7 @@ class TorchWorld:
         return on_ranks
 
     def __enter__(self) -> TorchWorld:
-        self._block.enter_context(ranks_are_threads())
+        self._block.enter_context(ranks_are_threads)
         return self
 
     def __exit__(self, *error: Any) -> None:
