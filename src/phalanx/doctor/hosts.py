@@ -135,7 +135,8 @@ def _alone(names: Sequence[str], me: int, port: int, wait: float) -> Finding:
 
 def _in_job(wait: float) -> Meeting | None:
     """Meet as the ranks of a job do; one rank per host takes part."""
-    from phalanx.stores.rendezvous import check_in, from_environment
+    from phalanx.stores.attendance import check_in
+    from phalanx.stores.rendezvous import from_environment
 
     try:
         store, rank, size = from_environment(os.environ, {}, wait)
