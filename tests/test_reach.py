@@ -11,8 +11,8 @@ from hosts import needs_hosts
 
 import phalanx as dist
 from phalanx.backends.hierarchy import hosts as meeting
-from phalanx.errors import DistError, DistNetworkError
-from phalanx.stores import arrival
+from phalanx.errors import DistError, DistNetworkError, StoreTimeout
+from phalanx.stores import HashStore, arrival, attendance
 from phalanx.stores.addresses import address_of, host_address, interfaces, own_address
 from phalanx.testing.hosts import Hosts
 
@@ -115,11 +115,19 @@ def test_what_is_said_while_nobody_listens(caplog, monkeypatch):
     monkeypatch.setattr(arrival, "_PATIENCE", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    with pytest.raises(DistNetworkError, match=f"nobody listens at 127.0.0.1:{port}"):
+    with pytest.raises(DistNetworkError, match=f"127.0.0.1:{port} is this host itself, .*nobody"):
         arrival.arrive("127.0.0.1", port, 3, 0.8, False)
     (record,) = caplog.records
     assert "rank 3 on host" in record.getMessage()
     assert "goes on trying" in record.getMessage()
+
+
+def test_rank_0_says_for_whom_it_waits(caplog, monkeypatch):
+    monkeypatch.setattr(attendance, "_PATIENCE", 0.1)
+    with pytest.raises(StoreTimeout, match=r"rank 0 waited 0\.3 s for 2 of 3 ranks .*: 1, 2"):
+        attendance.check_in(HashStore(), 0, 3, 0.3)
+    (record,) = caplog.records
+    assert "rank 0 has waited 0.1 s for 2 of 3 ranks" in record.getMessage()
 
 
 def test_somebody_else_listens():

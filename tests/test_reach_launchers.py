@@ -9,7 +9,7 @@ from hosts import needs_hosts
 
 import phalanx
 from phalanx.bench.peers import mpi
-from phalanx.testing.hosts import Hosts
+from phalanx.testing.hosts import HostError, Hosts
 
 pytestmark = needs_hosts
 
@@ -42,9 +42,9 @@ def program(tmp_path):
     return path
 
 
-def torchrun(hosts, options, words):
-    """Start an agent on each host; return what all ranks have printed."""
-    agents = [
+def agents(hosts, options, words):
+    """Start an agent of torchrun on each host."""
+    return [
         host.start(
             [PYTHON, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"]
             + [option.format(host.number) for option in options]
@@ -53,7 +53,12 @@ def torchrun(hosts, options, words):
         )
         for host in hosts
     ]
-    return sorted(line for agent in agents for line in agent.check(100).stdout.splitlines())
+
+
+def torchrun(hosts, options, words):
+    """Return what all ranks have printed."""
+    started = agents(hosts, options, words)
+    return sorted(line for agent in started for line in agent.check(100).stdout.splitlines())
 
 
 IN_TORCH = """
@@ -85,6 +90,18 @@ def test_torchrun_starts_programs_of_torch(tmp_path, options):
     program.write_text(IN_TORCH)
     with Hosts(2, shared=[tmp_path]) as hosts:
         assert torchrun(hosts, options, [program]) == SAID
+
+
+def test_torchrun_behind_a_firewall(tmp_path):
+    """Ranks reach the agent's store, and not that of rank 0."""
+    program = tmp_path / "program.py"
+    program.write_text(f"from phalanx.stores import arrival\narrival._SILENT = 5\n{PROGRAM}")
+    with Hosts(2, shared=[tmp_path]) as hosts:
+        hosts.firewall([29400])
+        with pytest.raises(HostError) as failed:
+            agents(hosts, STATIC, [program])[1].check(100)
+    for fact in ("on host 'host1' has not reached rank 0", "10.77.0.1:", "does not answer"):
+        assert fact in str(failed.value)
 
 
 def test_torchrun_starts_ranks_again(program, tmp_path):

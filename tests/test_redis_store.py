@@ -21,7 +21,8 @@ import phalanx as dist
 from phalanx.errors import DistError, DistNetworkError, DistStoreError, StoreTimeout
 from phalanx.extras import MissingExtra
 from phalanx.stores import PrefixStore, RedisStore
-from phalanx.stores.rendezvous import check_in, rendezvous
+from phalanx.stores.attendance import check_in
+from phalanx.stores.rendezvous import rendezvous
 from phalanx.testing.hosts import Hosts
 from phalanx.testing.store_kit import check_store
 

@@ -16,9 +16,9 @@ import pytest
 from phalanx.errors import DistError, DistStoreError, StoreTimeout
 from phalanx.stores import HashStore, PrefixStore, Store, TCPStore, slurm
 from phalanx.stores import rendezvous as module
+from phalanx.stores.attendance import check_in
 from phalanx.stores.meeting import meet, private_directory
 from phalanx.stores.rendezvous import (
-    check_in,
     from_environment,
     register_rendezvous_handler,
     rendezvous,
@@ -238,7 +238,7 @@ def test_env_is_the_default(monkeypatch):
             ["MASTER_PORT", "empty", "MASTER_ADDR=localhost"],
         ),
         ({"RANK": "zero", "WORLD_SIZE": "2"}, ["RANK", "'zero'"]),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ["no launcher"]),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, ["SLURM_STEP_ID", "batch script", "srun"]),
         (
             {**launch("Slurm", 0, 4), "SLURM_STEP_TASKS_PER_NODE": "2(x2)"},
             ["4 ranks", "SLURM_STEP_TASKS_PER_NODE=2(x2)", "MASTER_ADDR", "tcp://"],
@@ -313,7 +313,8 @@ def test_bad_lists_of_hosts(text):
 
 
 WORKER = """
-from phalanx.stores.rendezvous import check_in, rendezvous
+from phalanx.stores.attendance import check_in
+from phalanx.stores.rendezvous import rendezvous
 store, rank, size = next(rendezvous(timeout=60))
 check_in(store, rank, size, 60)
 store.set(f"from/{rank}", str(rank))

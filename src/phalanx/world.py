@@ -333,7 +333,8 @@ def init_process_group(
             f"got {world_size} and {rank}"
         )
     from phalanx.stores import PrefixStore
-    from phalanx.stores.rendezvous import check_in, rendezvous
+    from phalanx.stores.attendance import check_in
+    from phalanx.stores.rendezvous import rendezvous
 
     _watch().joining()
     if store is None:

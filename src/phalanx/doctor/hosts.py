@@ -26,6 +26,7 @@ from phalanx.stores.addresses import (
     is_loopback,
     network,
     own_address,
+    way_to,
 )
 from phalanx.stores.arrival import describe
 from phalanx.stores.slurm import expand
@@ -123,19 +124,25 @@ def _alone(names: Sequence[str], me: int, port: int, wait: float) -> Finding:
     """Say why this host has not come to the meeting."""
     trouble = describe(names[0], port, hosts=True)
     strange = "what listens there is not a store of the same version and secret"
+    advice = (
+        f"run the same command on {names[0]}, at the same time; port {port} must be open there, "
+        "or another: --port"
+    )
+    if is_loopback(way_to(names[0], port) or "0.0.0.0"):
+        advice = "name the first host, in all commands, as the others know it: --hosts"
     return Finding(
         "meeting",
         "problem",
         f"{names[me]} has not reached {names[0]}, where the hosts meet, within {wait:g} s: "
         f"{trouble.fact if trouble else strange}",
-        f"run the same command on {names[0]}, at the same time; port {port} must be open there, "
-        "or another: --port",
+        advice,
     )
 
 
 def _in_job(wait: float) -> Meeting | None:
     """Meet as the ranks of a job do; one rank per host takes part."""
-    from phalanx.stores.rendezvous import check_in, from_environment
+    from phalanx.stores.attendance import check_in
+    from phalanx.stores.rendezvous import from_environment
 
     try:
         store, rank, size = from_environment(os.environ, {}, wait)

@@ -115,9 +115,13 @@ class _Crew:
             raise DistTimeout(
                 f"Ray found no place for {self._size} workers with {_spell(self._resources)} each "
                 f"({self._strategy}) within {timeout:g} s; of {self._of_cluster('cluster')} in the "
-                f"cluster {self._of_cluster('available')} is free: ask for less, or wait longer "
-                "(placement_timeout)"
+                f"cluster, on {self._num_nodes()} node(s), {self._of_cluster('available')} is "
+                "free: ask for less, wait longer (placement_timeout), or choose another "
+                "placement_strategy"
             )
+
+    def _num_nodes(self) -> int:
+        return sum(node["Alive"] for node in self._ray.nodes())
 
     def _of_cluster(self, what: str) -> str:
         held = getattr(self._ray, f"{what}_resources")()

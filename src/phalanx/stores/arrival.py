@@ -22,44 +22,63 @@ _log = logs.area("store")
 
 _PATIENCE = 5.0  # seconds until something is said, and from then on between two looks
 _NAMELESS = 10.0  # seconds for a name to get an address
-_ASTRAY = 20.0  # for somebody to listen on this host, if rank 0 is said to be on another
+ASTRAY = 20.0  # for somebody to listen on this host, if rank 0 is said to be on another
 _SILENT = 60.0  # for a host to answer anything at all
 _KNOCK = 2.0  # for one answer
 
 
-def arrive(host: str, port: int, rank: int, timeout: float, hosts: bool) -> TCPStore:
+def arrive(
+    host: str, port: int, rank: int, timeout: float, hosts: bool, secret: str | None = None
+) -> TCPStore:
     """Return the store at an address, which rank 0 runs; `hosts`: ranks are on several hosts."""
     if rank == 0:
         return _serve(host, port, timeout, hosts)
-    start = time.monotonic()
-    said: Trouble | None = None
+    search = Search(rank, timeout)
     while True:
-        limit = min(_PATIENCE, timeout - (time.monotonic() - start))
         try:
-            store = TCPStore(host, port, timeout=max(limit, 0.0))
+            limit = min(_PATIENCE, search.left)
+            store = TCPStore(host, port, timeout=max(limit, 0.0), secret=secret)
         except DistNetworkError:
-            spent = time.monotonic() - start
             trouble = describe(host, port, hosts)
             if trouble is None:  # somebody is there who is not a store, or keeps another secret
                 raise
-            me = f"rank {rank} on host '{socket.gethostname()}'"
-            most = min(trouble.patience, timeout)
-            if spent >= most - 0.5:
-                raise DistNetworkError(
-                    f"{me} has not reached rank 0 in {spent:.0f} s: {trouble.fact}; "
-                    f"{trouble.advice}"
-                ) from None
-            if trouble != said:
-                said = trouble
-                _log.warning(
-                    "%s does not reach rank 0: %s; %s; it goes on trying for up to %g s",
-                    me,
-                    *trouble[:2],
-                    most,
-                )
+            search.meet(trouble)
         else:
             store.set_timeout(timeout)
             return store
+
+
+class Search:
+    """A rank's search for rank 0: what it says of troubles on its way, and when it gives up."""
+
+    def __init__(self, rank: int, timeout: float) -> None:
+        self._me = f"rank {rank} on host '{socket.gethostname()}'"
+        self._timeout = timeout
+        self._start = time.monotonic()
+        self._said: Trouble | None = None
+
+    @property
+    def left(self) -> float:
+        """The seconds that it may still take."""
+        return self._timeout - (time.monotonic() - self._start)
+
+    def meet(self, trouble: Trouble) -> None:
+        """Raise what has been in the way for too long; warn of it, once, if it is new."""
+        spent = self._timeout - self.left
+        most = min(trouble.patience, self._timeout)
+        if spent >= most - 0.5:
+            raise DistNetworkError(
+                f"{self._me} has not reached rank 0 in {spent:.0f} s: {trouble.fact}; "
+                f"{trouble.advice}"
+            ) from None
+        if spent >= min(_PATIENCE, most) and trouble != self._said:
+            self._said = trouble
+            _log.warning(
+                "%s does not reach rank 0: %s; %s; it goes on trying for up to %g s",
+                self._me,
+                *trouble[:2],
+                most,
+            )
 
 
 def _serve(host: str, port: int, timeout: float, hosts: bool) -> TCPStore:
@@ -115,12 +134,15 @@ def describe(host: str, port: int, hosts: bool) -> Trouble | None:
                 "tells which hosts reach each other",
                 _SILENT,
             )
-        if hosts and _leads_here(host, port):
+        if _leads_here(host, port):
+            advice = (
+                "set MASTER_ADDR on all hosts to an address of rank 0's host that the others can "
+                "reach"
+            )
             return Trouble(
                 f"{where} is this host itself, where nobody listens",
-                "set MASTER_ADDR on all hosts to an address of rank 0's host that the others can "
-                "reach",
-                _ASTRAY,
+                advice if hosts else f"see whether rank 0 has begun; if on another host, {advice}",
+                ASTRAY if hosts else math.inf,
             )
         return Trouble(
             f"nobody listens at {where}",

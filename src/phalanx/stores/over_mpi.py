@@ -8,6 +8,7 @@ from typing import Any
 from phalanx.errors import DistError
 from phalanx.extras import need
 from phalanx.stores.addresses import host_address, is_loopback, network
+from phalanx.stores.arrival import arrive
 from phalanx.stores.tcp import TCPStore
 
 
@@ -49,5 +50,5 @@ def meet_over_mpi(timeout: float) -> TCPStore:
     if isinstance(told, str):
         raise DistError(f"rank {rank} of {size}: rank 0 could not run a store: {told}")
     if store is None:
-        store = TCPStore(host, told[0], timeout=timeout, secret=told[1])
+        store = arrive(host, told[0], rank, timeout, not one_machine, told[1])
     return store

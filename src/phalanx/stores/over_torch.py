@@ -8,6 +8,7 @@ holds then is of ranks that have ended, and nobody answers there who knows the s
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import socket
 import time
@@ -16,13 +17,16 @@ from typing import Any
 
 import torch.distributed
 
-from phalanx.errors import DistNetworkError, StoreTimeout
+from phalanx.errors import DistNetworkError
 from phalanx.stores.addresses import is_loopback, network, own_address
+from phalanx.stores.arrival import ASTRAY, Search, Trouble, describe
 from phalanx.stores.tcp import TCPStore
 
 _KEY = "phalanx/store"
-_CONNECT_SECONDS = 5.0  # for one try; a server that is there answers at once
+_CONNECT_SECONDS = 1.0  # for one try; a server that is there answers at once
 _LOOK = 0.05  # seconds between two looks at what rank 0 has written
+_UNWRITTEN = Trouble("it has not written where it is", "look at its output first", math.inf)
+_ENDED = Trouble("another process is where it was", "look at its output first", math.inf)
 
 _td: Any = torch.distributed
 
@@ -50,27 +54,31 @@ def _serve(board: Any, host: str, port: int, timeout: float) -> TCPStore:
 
 
 def _find(board: Any, rank: int, timeout: float) -> TCPStore:
-    deadline = time.monotonic() + timeout
-    tried, last = b"", "rank 0 has not written where it is"
-    while (left := deadline - time.monotonic()) > 0:
-        if not board.check([_KEY]) or (told := bytes(board.get(_KEY))) == tried:
-            time.sleep(min(_LOOK, left))
+    search = Search(rank, timeout)
+    while True:
+        if not board.check([_KEY]):
+            search.meet(_UNWRITTEN)
+            time.sleep(_LOOK)
             continue
-        tried = told
-        place = json.loads(told)
-        where = f"{place['address']}:{place['port']} on host '{place['host']}'"
-        if is_loopback(place["address"]) and place["network"] != network():
-            last = (
-                f"rank 0 is at {where}: that is every host's own address; give that host another "
-                "name or address (--master-addr, --local-addr, /etc/hosts)"
+        place = json.loads(bytes(board.get(_KEY)))
+        host, port = place["address"], place["port"]
+        if is_loopback(host) and place["network"] != network():
+            search.meet(
+                Trouble(
+                    f"it is at {host}:{port} on host '{place['host']}', which is every host's own",
+                    "give that host another name or address (--master-addr, --local-addr, "
+                    "/etc/hosts)",
+                    ASTRAY,
+                )
             )
+            time.sleep(_LOOK)
             continue
         try:
-            limit = min(left, _CONNECT_SECONDS)
-            store = TCPStore(place["address"], place["port"], timeout=limit, secret=place["secret"])
-        except DistNetworkError as error:
-            last = f"rank 0 is at {where}, and: {error}"
+            limit = max(min(search.left, _CONNECT_SECONDS), 0.0)
+            store = TCPStore(host, port, timeout=limit, secret=place["secret"])
+        except DistNetworkError:
+            # Unless this is of ranks that have ended, and rank 0 is about to write anew.
+            search.meet(describe(host, port, False) or _ENDED)
             continue
         store.set_timeout(timeout)
         return store
-    raise StoreTimeout(f"rank {rank} did not reach rank 0 within {timeout:g} s: {last}")

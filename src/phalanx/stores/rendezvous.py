@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from phalanx.errors import DistError, StoreTimeout
 from phalanx.extras import install
 from phalanx.process import Stat
 from phalanx.stores import FileStore, PrefixStore, Store, TCPStore, slurm
@@ -352,6 +351,11 @@ def _launcher(environment: Mapping[str, str], given: Mapping[str, str]) -> Launc
         return launcher
     if given or "WORLD_SIZE" in environment:
         return _LAUNCHERS[0]
+    if "SLURM_PROCID" in environment:
+        raise ValueError(
+            "env://: Slurm has set SLURM_PROCID, but no SLURM_STEP_ID: this is the batch script "
+            "itself; start ranks in it with srun"
+        )
     others = ", ".join(f"{launcher.rank} ({launcher.name})" for launcher in _LAUNCHERS[1:])
     raise ValueError(
         "env:// found no launcher: RANK (the number of this process, from 0) is not set, and "
@@ -427,51 +431,3 @@ def _ancestor(name: str) -> str:
         parent = parent or label
         pid = stat.parent
     return parent
-
-
-# --- who is there
-
-
-def check_in(store: Store, rank: int, world_size: int, timeout: Timeout) -> None:
-    """Wait until all ranks of a world are there, and agree on what it is.
-
-    Every rank calls it once with a store (or a `PrefixStore`) that no other world uses. If ranks
-    disagree on the world size, or two claim one rank, or a rank is out of range, every rank raises
-    the same `DistError`. A rank does a fixed number of store operations, however large the world.
-    """
-
-    complaint = ""
-    if world_size < 1 or not 0 <= rank < world_size:
-        complaint = (
-            f"a process says that it is rank {rank} of {world_size}; ranks are 0 to size - 1"
-        )
-    elif store.add(f"rank/{rank}", 1) > 1:
-        complaint = f"two processes claim to be rank {rank} of {world_size}; each must be another"
-    else:
-        size, witness = store.compare_set("size", "", f"{world_size} {rank}").decode().split()
-        if size != str(world_size):
-            complaint = (
-                f"ranks disagree on the world size: rank {witness} says {size}, "
-                f"rank {rank} says {world_size}; start all with the same"
-            )
-    # A rank complains before it is counted, so a world is not complete with one that did.
-    if complaint:
-        store.compare_set("verdict", "", complaint)
-    elif store.add("arrived", 1) == world_size:
-        store.compare_set("verdict", "", "complete")
-    try:
-        store.wait(["verdict"], timeout)
-    except StoreTimeout:
-        # Somebody is missing: now it may cost an operation per rank to say who.
-        missing = [str(other) for other in range(world_size) if not store.check([f"rank/{other}"])]
-        named = ", ".join(missing[:16]) + (", ..." if len(missing) > 16 else "")
-        raise StoreTimeout(
-            f"rank {rank} waited {seconds(timeout):g} s for {len(missing)} of {world_size} ranks "
-            f"that did not come: {named}; look at their output first"
-        ) from None
-    verdict = store.get("verdict").decode()
-    # One that comes when the world is complete without it is alone with its complaint.
-    if complaint and verdict == "complete":
-        verdict = complaint
-    if verdict != "complete":
-        raise DistError(f"rank {rank} of {world_size}: {verdict}")
