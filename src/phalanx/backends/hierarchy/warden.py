@@ -2,9 +2,9 @@
 
 Each rank raises its host's count in the store about once a second, from a thread of the native
 core. A second thread, the warden's, watches the count of the next host and the ranks of its own,
-writes into a log in the store whose end it has seen, and reads what others have written there. So
-a rank or host that dies is named everywhere within five seconds; whoever waits only looks at what
-its warden knows.
+writes into a log in the store whose end it has seen, and reads what others have written there: one
+request at each look. So a rank or host that dies is named everywhere within five seconds; whoever
+waits only looks at what its warden knows.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from phalanx import _native, bystanders, errors
+from phalanx import _native, errors
 from phalanx.backends.hierarchy import heart
 from phalanx.backends.hierarchy.deadlocks import DeadlockSearch
 from phalanx.backends.hierarchy.heart import StoreError
 from phalanx.backends.hierarchy.hosts import Host
+from phalanx.backends.hierarchy.patrol import Patrol
 from phalanx.errors import DistBackendError, DistTimeout, PeerFailed
 from phalanx.stores.base import Store
 
@@ -87,15 +88,14 @@ class Warden:
         self._broken: dict[str, Break] = {}  # by group
         self._left: dict[str, set[int]] = {}  # ranks that have left a group
         self._groups: dict[str, Group] = {}
-        self._lock = threading.Lock()
+        self._watched, self._count, self._since = "", -1, 0.0  # a host, its signs of life
         self._closing = threading.Event()
         self._deadlocks = DeadlockSearch(
             self._store, roster, self._members, self._mine, self._write
         )
         self._heart = heart.start(self._store, f"beat/{self._mine}")
-        thread = threading.Thread(target=self._watch, name="phalanx-warden", daemon=True)
-        self._thread = bystanders.mark(thread)
-        self._thread.start()
+        self._store.add("log", 0)
+        self._patrol = Patrol(self._look, _LOOK, self._is_lost)
 
     def host_of(self, rank: int) -> str:
         """Return the name of a rank's host."""
@@ -125,15 +125,17 @@ class Warden:
         self._write(kind="ended", rank=rank, text=how)
 
     def _write(self, **entry: Any) -> int:
-        """Write into the log; return the number of the entry."""
-        number = 0
-        if self._is_lost():
-            return number
-        # A store that is gone cannot be told anything: others find that out themselves.
-        with suppress(StoreError):
+        """Write into the log; return the number of the entry.
+
+        A store that is gone cannot be told anything: others find that out themselves.
+        """
+
+        def write() -> int:
             number = self._store.add("log", 1)
             self._store.set(f"log/{number}", json.dumps(entry))
-        return number
+            return number
+
+        return self._patrol.do(write) or 0
 
     # What it knows
 
@@ -177,13 +179,18 @@ class Warden:
         question = self._write(kind="ask", group=group)
         keys = {rank: f"doing/{question}/{rank}" for rank in ranks if rank != self.rank}
         limit = time.monotonic() + _ANSWERS
-        with suppress(StoreError):
-            while len(told) < len(keys) and time.monotonic() < limit:
-                time.sleep(_LOOK / 4)
-                for rank in keys.keys() - told.keys():
-                    if self._store.check([keys[rank]]):
-                        told[rank] = Account(*json.loads(self._store.get(keys[rank])))
+        while len(told) < len(keys) and time.monotonic() < limit and not self._is_lost():
+            time.sleep(_LOOK / 4)
+            missing = {rank: key for rank, key in keys.items() if rank not in told}
+            told |= self._patrol.do(partial(self._answers, missing)) or {}
         return told
+
+    def _answers(self, keys: Mapping[int, str]) -> dict[int, Account]:
+        return {
+            rank: Account(*json.loads(self._store.get(key)))
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
 
     def tell(self, rank: int, told: Mapping[int, Account]) -> str:
         """Put into words what a rank has said of itself."""
@@ -193,14 +200,24 @@ class Warden:
 
     def read(self) -> None:
         """Take notice of what is new in the log."""
-        if self._is_lost():
-            return
-        with self._lock, suppress(StoreError):
-            newest = self._store.add("log", 0)
-            while self._read < newest:
-                entry = json.loads(self._store.get(f"log/{self._read + 1}"))
-                self._read += 1
-                self._heed(self._read, entry)
+        self._patrol.do(lambda: self._read_to(self._store.add("log", 0)))
+
+    def _read_to(self, newest: int) -> None:
+        while self._read < newest:
+            number = self._read + 1
+            entry = self._entry(f"log/{number}")
+            self._read = number
+            self._heed(number, entry)
+
+    def _entry(self, key: str) -> dict[str, Any]:
+        """Return an entry of the log; nothing if who was about to write it has died over it."""
+        try:
+            entry: dict[str, Any] = json.loads(self._store.get(key))
+        except StoreError:
+            if self._store.check([key]):
+                raise
+            return {"kind": ""}
+        return entry
 
     def _heed(self, number: int, entry: dict[str, Any]) -> None:
         if entry["kind"] == "ended" and entry["rank"] not in self._members[self._mine]:
@@ -225,31 +242,27 @@ class Warden:
 
     # Its watch
 
-    def _watch(self) -> None:
-        count, since = -1, time.monotonic()
-        watched = ""
-        while not self._closing.wait(_LOOK):
-            if self._speaks_for_host():
-                self._deadlocks.look()
-            self.read()
-            for group in list(self._groups.values()):
-                group.look()
-            following = self._next_host()
-            if following != watched:
-                watched, count, since = following, -1, time.monotonic()
-            if not watched:
-                continue
-            if self._is_lost():
-                continue
-            try:
-                seen = self._store.add(f"beat/{watched}", 0)
-            except StoreError:
-                continue  # the heart's silence tells
-            now = time.monotonic()
-            if seen != count:
-                count, since = seen, now
-            elif now - since > _DEAD:
-                self._bury(watched, now - since)
+    def _look(self) -> None:
+        if self._speaks_for_host():
+            self._deadlocks.look()
+        self._patrol.do(self._ask_store)
+        for group in list(self._groups.values()):
+            group.look()
+
+    def _ask_store(self) -> None:
+        """Read the log, and see whether the next host lives."""
+        following = self._next_host()
+        if following != self._watched:
+            self._watched, self._since = following, time.monotonic()
+            self._count = self._store.add(f"beat/{following}", 0) if following else -1
+        keys = ["log", f"beat/{following}"] if following else ["log"]
+        now = time.monotonic()  # a store that takes long keeps the others' signs back, too
+        newest, *counts = map(int, self._store.multi_get(keys))
+        self._read_to(newest)
+        if counts != [self._count]:
+            self._count, self._since = next(iter(counts), -1), now
+        elif now - self._since > _DEAD:
+            self._bury(following, now - self._since)
 
     def _next_host(self) -> str:
         """Return the host after this one, of those that live; "" if there is none."""
@@ -291,20 +304,18 @@ class Warden:
         """Watch no longer; the last rank of the world that says so clears the store."""
         self._closing.set()
         self._heart.stop()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_STORE_TIMEOUT)
         self._write(kind="closed", rank=self.rank)
-        if self._is_lost():
-            return
-        with suppress(StoreError):
-            if self._store.add("closed", 1) == self._size:
-                self._clear()
+        self._patrol.do(self._sign_off)
+        self._patrol.close()
+
+    def _sign_off(self) -> None:
+        if self._store.add("closed", 1) == self._size:
+            self._clear()
 
     def _clear(self) -> None:
         newest = self._store.add("log", 0)
         for number in range(1, newest + 1):
-            entry = json.loads(self._store.get(f"log/{number}"))
-            if entry["kind"] == "ask":
+            if self._entry(f"log/{number}")["kind"] == "ask":
                 for rank in range(self._size):
                     self._store.delete_key(f"doing/{number}/{rank}")
             self._store.delete_key(f"log/{number}")
