@@ -97,7 +97,7 @@ class MessageEngine(Collectives):
     ) -> Work:
         failure = self._mailbox.obstacle(tag) or self._mailbox.gone.get(dst)
         if failure is not None:
-            raise failure.kind(f"{what()}: {failure.text}")
+            raise failure.error(what())
         num_bytes = tensor.nbytes
         if dst == self.rank:
             frame = Frame(frames.MESSAGE, tag, num_bytes, 0, label, frames.read(tensor))
@@ -216,6 +216,10 @@ class MessageEngine(Collectives):
     def unclaimed(self, tag: int) -> list[tuple[int, bytes]]:
         """Return the source and label of each message that has come and was not asked for."""
         return [(source, frame.label) for source, frame in self._mailbox.arrivals(tag)]
+
+    def failed(self) -> list[int]:
+        """Return the ranks whose connections are gone, though they have not left."""
+        return self._mailbox.failed()
 
     def withdraw(self, work: Work) -> bool:
         """Take a receive back; False if its message has begun to come."""

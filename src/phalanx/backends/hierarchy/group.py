@@ -195,7 +195,7 @@ class Hierarchy(GroupBackend):
             kind, reason = known.kind, known.text
         else:
             if kind is DistTimeout:
-                reason = self._late(deadline.limit)
+                reason = self._late(deadline.limit) or reason
         self._tell(number, kind, reason)
         if issubclass(kind, CollectiveMismatch | Deadlock):  # the same on all ranks
             return kind(_MEMBERS.sub(r"\1", reason, count=1))
@@ -217,9 +217,18 @@ class Hierarchy(GroupBackend):
         return self._warden.tell(rank, self._warden.ask(self._group, [rank]))
 
     def _late(self, seconds: float) -> str:
-        """Say which ranks have not come to a collective in time, and what they do instead."""
+        """Say which ranks have not come to a collective in time, and what they do instead.
+
+        Nothing if there is no store any more to ask them in.
+        """
         ranks = self.global_ranks
         told = self._warden.ask(self._group, ranks)
+        if self._warden.is_lost():
+            return ""
+        # Of its own host it knows without an answer.
+        for rank in set(self._topology.mine) - {self.rank}:
+            if ranks[rank] not in told:
+                told[ranks[rank]] = Account(-1, self.describe(rank))
         me = ranks[self.rank]
         late = [
             rank

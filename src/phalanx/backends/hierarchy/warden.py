@@ -82,6 +82,7 @@ class Warden:
         }
         self._mine = hosts[rank].id
         self._read = 0  # entries of the log
+        self._questions: list[int] = []  # which of them ask something
         self._published: set[int] = set()  # ranks of this host whose end has been told
         self._closed: set[int] = set()  # ranks whose wardens watch no longer
         self._gone: set[str] = set()  # hosts
@@ -95,7 +96,7 @@ class Warden:
         )
         self._heart = heart.start(self._store, f"beat/{self._mine}")
         self._store.add("log", 0)
-        self._patrol = Patrol(self._look, _LOOK, self._is_lost)
+        self._patrol = Patrol(self._look, _LOOK, self.is_lost)
 
     def host_of(self, rank: int) -> str:
         """Return the name of a rank's host."""
@@ -116,13 +117,19 @@ class Warden:
         """Tell all that a group cannot go on from a collective; the first word counts."""
         name = kind.__name__
         self._write(kind="broken", group=group, number=number, error=name, text=text)
-        if self.rank == 0 and not self._closing.is_set():
-            time.sleep(_FAREWELL)  # the store may go with this rank, and all should know why
+        self._linger()
 
     def say_ended(self, rank: int, how: str) -> None:
         """Tell the other hosts how a rank of this one has ended."""
         self._published.add(rank)
         self._write(kind="ended", rank=rank, text=how)
+        if rank == self.rank:
+            self._linger()
+
+    def _linger(self) -> None:
+        """As rank 0, with whom the store may go, give all time to read why."""
+        if self.rank == 0 and not self._closing.is_set() and not self.is_lost():
+            time.sleep(_FAREWELL)
 
     def _write(self, **entry: Any) -> int:
         """Write into the log; return the number of the entry.
@@ -156,14 +163,22 @@ class Warden:
                 )
             if end:
                 raise PeerFailed(end)
-        if self._is_lost():
-            first, mine = self._names[self._order[0]], self._names[self._mine]
-            raise StoreLost(
-                f"the store has not answered for {self._heart.silence():.1f} s: rank 0 and its "
-                f"host, {first}, are down, or {mine} is cut off from them"
-            )
+        if self.is_lost():
+            silence = f"the store has not answered for {self._heart.silence():.1f} s"
+            raise StoreLost(f"{silence}: {self._why_lost()}")
 
-    def _is_lost(self) -> bool:
+    def _why_lost(self) -> str:
+        first, mine = self._names[self._order[0]], self._names[self._mine]
+        if end := self.roster.obituary(0, True):
+            return f"it was kept by rank 0; {end}"
+        if self._order[0] == self._mine:
+            return "rank 0, which keeps it, may be stopped"
+        return (
+            f"rank 0, which keeps it on host {first}, is dead or stopped, that host is down, or "
+            f"{mine} is cut off from it"
+        )
+
+    def is_lost(self) -> bool:
         """Say whether the store cannot be reached: to ask it would only take time."""
         return self._heart.silence() > _DEAD
 
@@ -179,7 +194,7 @@ class Warden:
         question = self._write(kind="ask", group=group)
         keys = {rank: f"doing/{question}/{rank}" for rank in ranks if rank != self.rank}
         limit = time.monotonic() + _ANSWERS
-        while len(told) < len(keys) and time.monotonic() < limit and not self._is_lost():
+        while len(told) < len(keys) and time.monotonic() < limit and not self.is_lost():
             time.sleep(_LOOK / 4)
             missing = {rank: key for rank, key in keys.items() if rank not in told}
             told |= self._patrol.do(partial(self._answers, missing)) or {}
@@ -194,6 +209,8 @@ class Warden:
 
     def tell(self, rank: int, told: Mapping[int, Account]) -> str:
         """Put into words what a rank has said of itself."""
+        if rank not in told and (end := self.roster.obituary(rank, True)):
+            return end
         said = told[rank].text.partition(f"rank {rank} ")[2] if rank in told else ""
         where = f"rank {rank} on host {self.host_of(rank)}"
         return f"{where} {said or 'does not answer: it may be stopped, or busy outside of Python'}"
@@ -237,8 +254,10 @@ class Warden:
             self._left.setdefault(entry["group"], set()).add(entry["rank"])
         elif entry["kind"] == "closed":
             self._closed.add(entry["rank"])
-        elif entry["kind"] == "ask" and (group := self._groups.get(entry["group"])):
-            self._store.set(f"doing/{number}/{self.rank}", json.dumps(group.account()))
+        elif entry["kind"] == "ask":
+            self._questions.append(number)
+            if group := self._groups.get(entry["group"]):
+                self._store.set(f"doing/{number}/{self.rank}", json.dumps(group.account()))
 
     # Its watch
 
@@ -313,11 +332,11 @@ class Warden:
             self._clear()
 
     def _clear(self) -> None:
-        newest = self._store.add("log", 0)
-        for number in range(1, newest + 1):
-            if self._entry(f"log/{number}")["kind"] == "ask":
-                for rank in range(self._size):
-                    self._store.delete_key(f"doing/{number}/{rank}")
+        self._read_to(self._store.add("log", 0))
+        for number in self._questions:
+            for rank in range(self._size):
+                self._store.delete_key(f"doing/{number}/{rank}")
+        for number in range(1, self._read + 1):
             self._store.delete_key(f"log/{number}")
         for label in self._order:
             self._store.delete_key(f"beat/{label}")
