@@ -276,7 +276,7 @@ def test_a_message_can_be_labelled_and_refused():
         with pytest.raises(dist.CollectiveMismatch, match="not this one"):
             backend.recv(torch.empty(10_000), 0, accept=refuse)
         tensor = torch.empty(10_000)
-        backend.recv(tensor, 0, accept=lambda source, label: seen.append((source, label)))
+        backend.recv(tensor, 0, accept=lambda source, frame: seen.append((source, frame.label)))
         assert tensor.unique().tolist() == [1]
         return seen
 

@@ -136,7 +136,7 @@ class Receipt(Pending):
 
     source: int | None = None  # whom it must come from
     tag: int = 0
-    accept: Callable[[int, bytes], Failure | None] | None = None
+    accept: Callable[[int, Frame], Failure | None] | None = None
     matched = False  # its message has begun to come
 
     def is_awaited(self) -> bool:

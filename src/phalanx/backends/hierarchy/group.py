@@ -14,13 +14,21 @@ from torch import Tensor
 
 from phalanx import _native
 from phalanx.backends import reduction
-from phalanx.backends.base import GroupBackend
 from phalanx.backends.engines import sites
 from phalanx.backends.engines.calls import Call
 from phalanx.backends.engines.messages import MessageEngine
-from phalanx.backends.hierarchy.crossing import HIDDEN, Crossing, dtype_name, flat, shown, words
+from phalanx.backends.hierarchy.crossing import (
+    HIDDEN,
+    Crossing,
+    dtype_name,
+    flat,
+    put,
+    shown,
+    words,
+)
 from phalanx.backends.hierarchy.exchange import Exchange, spread
 from phalanx.backends.hierarchy.letters import Letters
+from phalanx.backends.hierarchy.one_by_one import SINGLY, OneByOne
 from phalanx.backends.hierarchy.topology import Topology
 from phalanx.backends.hierarchy.vigil import Vigil
 from phalanx.backends.hierarchy.warden import Account, Warden
@@ -45,7 +53,7 @@ _SMALL = 32 << 10  # bytes up to which one rank per host speaks for all
 _CHUNK = 1 << 20  # bytes of a slice that pass through the two phases at a time
 
 
-class Hierarchy(GroupBackend):
+class Hierarchy(OneByOne):
     """A group over hosts.
 
     ``local`` has the group's ranks of this host, in order; ``engine`` all of its ranks. Of a small
@@ -237,7 +245,8 @@ class Hierarchy(GroupBackend):
         ]
         limit = f"reached its timeout of {seconds:g} s"
         if not late:
-            return f"{limit}; all ranks have come, but what they exchange takes longer"
+            rows = [f"\n  {self._warden.tell(rank, told)}" for rank in ranks if rank != me]
+            return f"{limit}; all ranks have come, but do not get on{''.join(rows)}"
         missing = _native.rank_list(sorted(late))
         here = _native.rank_list(sorted({*ranks} - {*late}))
         lines = [f"{limit}\n  arrived: {here}; not arrived: {missing}"]
@@ -253,12 +262,16 @@ class Hierarchy(GroupBackend):
         self._running = Call(self._number, f"{what}{HIDDEN}{digest:08x}", self._site)
         return self._running
 
-    def _differ(self, mine: Call, theirs: Call, peer: int) -> str:
+    def _differ(self, mine: Call, theirs: Call, peer: int, agreed: bool) -> str:
         """Say who is in which collective."""
         where = self._topology
-        sides = [(where.mine, mine), (where.hosts[where.places[peer].host], theirs)]
         rows = []
-        for ranks, call in sorted(sides, key=lambda side: side[0]):
+        # What was sent tells of its whole host, unless in that collective each rank is for itself.
+        for rank, call, is_shared in sorted(
+            [(self.rank, mine, agreed), (peer, theirs, True)], key=lambda side: side[0]
+        ):
+            is_shared &= words(call).partition("(")[0] not in SINGLY
+            ranks = where.hosts[where.places[rank].host] if is_shared else [rank]
             named = _native.rank_list(sorted(self.global_ranks[rank] for rank in ranks))
             host = self._warden.host_of(self.global_ranks[ranks[0]])
             rows.append((f"{named} on host {host}", f"{words(call)} #{call.number}", call.site))
@@ -278,7 +291,7 @@ class Hierarchy(GroupBackend):
             self._all_reduce_small(deadline, buffer, op, call)
         else:
             self._all_reduce_sliced(deadline, buffer, op, call)
-        _put(tensor, buffer)
+        put(tensor, buffer)
         if squares is not None:
             squares.fill_(reduction.sum_of_squares(tensor))
 
@@ -381,7 +394,7 @@ class Hierarchy(GroupBackend):
         else:
             self._broadcast_sliced(deadline, buffer, goal, call)
         if where.rank != root:
-            _put(tensor, buffer)
+            put(tensor, buffer)
 
     def _broadcast_sliced(self, deadline: Deadline, buffer: Tensor, goal: Any, call: Call) -> None:
         """Let every rank of the root's host send a slice."""
@@ -421,7 +434,7 @@ class Hierarchy(GroupBackend):
         for sending in sendings:
             sending.wait(deadline)
         for output, got in zip(outputs, parts, strict=True):
-            _put(output, got)
+            put(output, got)
 
     def _reduce_scatter(
         self, deadline: Deadline, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp
@@ -485,9 +498,3 @@ def _likely_reason(mine: Call, theirs: Call) -> str:
 def _partial(op: ReduceOp) -> ReduceOp:
     """Return the reduction of a part of the ranks."""
     return ReduceOp(ReduceOp.SUM) if op.name == "AVG" else op
-
-
-def _put(tensor: Tensor, buffer: Tensor) -> None:
-    """Write the elements of a flat buffer into a tensor, unless they are its own memory."""
-    if buffer.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-        tensor.detach().copy_(buffer.view(tensor.shape))

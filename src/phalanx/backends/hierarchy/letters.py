@@ -18,6 +18,7 @@ from torch import Tensor
 from phalanx import bystanders
 from phalanx.backends.base import GroupBackend
 from phalanx.backends.engines import sites
+from phalanx.backends.engines.frames import Frame
 from phalanx.backends.engines.mailbox import Failure, Pending, Receipt
 from phalanx.backends.engines.messages import MessageEngine
 from phalanx.backends.hierarchy.crossing import dtype_name, shown
@@ -148,8 +149,8 @@ class Letters:
             return None
 
 
-def _accept(tensor: Tensor, source: int, label: bytes) -> Failure | None:
-    name = label.decode()
+def _accept(tensor: Tensor, source: int, frame: Frame) -> Failure | None:
+    name = frame.label.decode()
     if name == dtype_name(tensor.dtype):
         return None
     return Failure(
