@@ -269,8 +269,8 @@ def test_a_message_can_be_labelled_and_refused():
             return None
         seen = []
 
-        def refuse(source, label):
-            seen.append((source, label))
+        def refuse(source, frame):
+            seen.append((source, frame.label))
             return Failure(dist.CollectiveMismatch, "not this one")
 
         with pytest.raises(dist.CollectiveMismatch, match="not this one"):

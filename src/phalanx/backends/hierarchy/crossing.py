@@ -111,6 +111,14 @@ def _sized(call: Call, num_bytes: int) -> Call:
     return Call(call.number, f"{words(call)} of {num_bytes} bytes", call.site)
 
 
+def speaks_for_host(call: Call) -> bool:
+    """Say whether what is sent in a call is known to hold for all ranks of its host.
+
+    They have met before, but not in a broadcast; and each may send something of its own size.
+    """
+    return not call.what.startswith("broadcast(") and not call.what.endswith(" bytes")
+
+
 def words(call: Call) -> str:
     """Return what a call is in words, without the number of what else must agree."""
     return call.what.partition(HIDDEN)[0]

@@ -24,11 +24,12 @@ from phalanx.backends.hierarchy.crossing import (
     flat,
     put,
     shown,
+    speaks_for_host,
     words,
 )
 from phalanx.backends.hierarchy.exchange import Exchange, spread
 from phalanx.backends.hierarchy.letters import Letters
-from phalanx.backends.hierarchy.one_by_one import SINGLY, OneByOne
+from phalanx.backends.hierarchy.one_by_one import OneByOne
 from phalanx.backends.hierarchy.topology import Topology
 from phalanx.backends.hierarchy.vigil import Vigil
 from phalanx.backends.hierarchy.warden import Account, Warden
@@ -201,9 +202,8 @@ class Hierarchy(OneByOne):
             kind = PeerFailed
         if (known := self._warden.known_break(self._group, number)) is not None:
             kind, reason = known.kind, known.text
-        else:
-            if kind is DistTimeout:
-                reason = self._late(deadline.limit) or reason
+        elif kind is DistTimeout:
+            reason = self._late(deadline.limit) or reason
         self._tell(number, kind, reason)
         if issubclass(kind, CollectiveMismatch | Deadlock):  # the same on all ranks
             return kind(_MEMBERS.sub(r"\1", reason, count=1))
@@ -266,11 +266,10 @@ class Hierarchy(OneByOne):
         """Say who is in which collective."""
         where = self._topology
         rows = []
-        # What was sent tells of its whole host, unless in that collective each rank is for itself.
         for rank, call, is_shared in sorted(
             [(self.rank, mine, agreed), (peer, theirs, True)], key=lambda side: side[0]
         ):
-            is_shared &= words(call).partition("(")[0] not in SINGLY
+            is_shared &= speaks_for_host(call)
             ranks = where.hosts[where.places[rank].host] if is_shared else [rank]
             named = _native.rank_list(sorted(self.global_ranks[rank] for rank in ranks))
             host = self._warden.host_of(self.global_ranks[ranks[0]])
@@ -353,7 +352,7 @@ class Hierarchy(OneByOne):
     def _reduce(
         self, deadline: Deadline, output: Tensor, input: Tensor, root: int, op: ReduceOp
     ) -> None:
-        call = self._call(f"reduce({shown(input)}, {op.name})", root, op.factor)
+        call = self._call(f"reduce({shown(input)}, {op.name}, {self._root(root)})", op.factor)
         where = self._topology
         goal = where.places[root]
         total = flat(input).clone()
@@ -381,7 +380,7 @@ class Hierarchy(OneByOne):
         self._crossing.receive(peer, call, tensor).wait(deadline)
 
     def _broadcast(self, deadline: Deadline, tensor: Tensor, root: int) -> None:
-        call = self._call(f"broadcast({shown(tensor)})", root)
+        call = self._call(f"broadcast({shown(tensor)}, {self._root(root)})")
         where = self._topology
         goal = where.places[root]
         buffer = flat(tensor)

@@ -11,15 +11,18 @@ from phalanx.backends.base import GroupBackend
 from phalanx.backends.engines.calls import Call
 from phalanx.backends.hierarchy.crossing import Crossing, dtype_name, flat, put
 from phalanx.backends.hierarchy.topology import Topology
+from phalanx.backends.local import LocalBackend
 from phalanx.types import Deadline
-
-# In these a rank speaks to other hosts before it knows whether those of its own are in it, too.
-SINGLY = {"broadcast", "gather", "scatter", "all_to_all"}
 
 
 class OneByOne(GroupBackend):
-    """Sends what is for another host straight to its rank, with the collective it belongs to."""
+    """Sends what is for another host straight to its rank, with the collective it belongs to.
 
+    The ranks of a host meet first: so it is found if one of them is in another collective.
+    """
+
+    local: LocalBackend
+    global_ranks: list[int]
     _topology: Topology
     _crossing: Crossing
     _running: Call | None
@@ -27,22 +30,29 @@ class OneByOne(GroupBackend):
     @abstractmethod
     def _call(self, what: str, *agreed: object) -> Call: ...
 
+    def _root(self, root: int) -> str:
+        return f"root {self.global_ranks[root]}"
+
+    def _meet(self, deadline: Deadline, what: str) -> None:
+        self._call(what)
+        self.local.barrier(timeout=deadline.left())
+
     def _gather(
         self, deadline: Deadline, outputs: Sequence[Tensor] | None, input: Tensor, root: int
     ) -> None:
-        self._call(f"gather({dtype_name(input.dtype)})", root)
+        self._meet(deadline, f"gather({dtype_name(input.dtype)}, {self._root(root)})")
         super()._gather(deadline, outputs, input, root)
 
     def _scatter(
         self, deadline: Deadline, output: Tensor, inputs: Sequence[Tensor] | None, root: int
     ) -> None:
-        self._call(f"scatter({dtype_name(output.dtype)})", root)
+        self._meet(deadline, f"scatter({dtype_name(output.dtype)}, {self._root(root)})")
         super()._scatter(deadline, output, inputs, root)
 
     def _all_to_all(
         self, deadline: Deadline, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> None:
-        self._call(f"all_to_all({dtype_name(outputs[0].dtype)})")
+        self._meet(deadline, f"all_to_all({dtype_name(outputs[0].dtype)})")
         super()._all_to_all(deadline, outputs, inputs)
 
     def _begin(
