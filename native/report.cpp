@@ -167,7 +167,7 @@ std::string doing(const Roster& roster, int world_rank, const std::optional<Post
   }
   std::string text;
   if (!roster.threads() && process_state(member.heap.pid) == 'T')
-    text = "its process is stopped (SIGSTOP, or a debugger); ";
+    text = "is stopped (SIGSTOP, or a debugger); it ";
   if (member.presence > Presence::Here) {
     std::string end = roster.obituary(world_rank, false);
     end = end.substr(0, end.find('\n'));

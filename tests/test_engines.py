@@ -269,14 +269,14 @@ def test_a_message_can_be_labelled_and_refused():
             return None
         seen = []
 
-        def refuse(source, label):
-            seen.append((source, label))
+        def refuse(source, frame):
+            seen.append((source, frame.label))
             return Failure(dist.CollectiveMismatch, "not this one")
 
         with pytest.raises(dist.CollectiveMismatch, match="not this one"):
             backend.recv(torch.empty(10_000), 0, accept=refuse)
         tensor = torch.empty(10_000)
-        backend.recv(tensor, 0, accept=lambda source, label: seen.append((source, label)))
+        backend.recv(tensor, 0, accept=lambda source, frame: seen.append((source, frame.label)))
         assert tensor.unique().tolist() == [1]
         return seen
 

@@ -1,6 +1,7 @@
 """Groups over hosts whose ranks are processes: told apart by a variable, or on real hosts."""
 
 import os
+import signal
 import sys
 import time
 
@@ -219,3 +220,38 @@ def test_a_look_from_outside_tells_who_is_on_another_host():
     assert "on host host0) is on another host" in there
     assert "its last call, on group 'world': barrier() #1 at test_hierarchy_hosts.py" in there
     assert "2 waiting, 1 elsewhere" in table
+
+
+def raise_as_the_keeper_of_the_store():
+    if dist.get_rank() == 0:
+        raise ValueError("enough of it")
+    dist.all_reduce(torch.ones(4))
+
+
+@needs_hosts
+def test_why_rank_0_failed_is_known_on_the_other_hosts():
+    with Hosts(2, ranks=[1, 2]) as hosts:
+        errors = hosts.launch(
+            raise_as_the_keeper_of_the_store, backend="phalanx", return_exceptions=True
+        )
+    for error in errors[1:]:
+        assert isinstance(error, dist.PeerFailed)
+        assert "on host host0) raised an exception" in str(error)
+        assert "enough of it" in str(error)
+
+
+def send_to_who_is_stopped():
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    for _ in range(1000):
+        dist.send(torch.ones(10_000), 1)
+
+
+@needs_hosts
+def test_many_messages_to_a_rank_that_takes_none_end():
+    with Hosts(2, ranks=1) as hosts:
+        job = hosts.start(send_to_who_is_stopped, backend="phalanx", group_timeout=2)
+        error = job.wait(20, return_exceptions=True)[0]
+    assert isinstance(error, dist.PeerFailed | dist.DistTimeout)
+    assert "send(float32[10000], tag=0) to rank 1" in str(error)

@@ -3,6 +3,16 @@
 #include <unistd.h>
 
 namespace phalanx::store {
+namespace {
+
+struct Stopped {};
+thread_local const std::atomic<bool>* stopped = nullptr;  // of the heart whose thread this is
+
+void look_up() {
+  if (*stopped) throw Stopped();
+}
+
+}  // namespace
 
 Heart::Heart(Store& store, std::string key, double interval)
     : store_(store),
@@ -13,16 +23,18 @@ Heart::Heart(Store& store, std::string key, double interval)
       thread_([this] { beat(); }) {}
 
 void Heart::beat() {
+  stopped = &stopping_;
   std::unique_lock lock(mutex_);
   while (!stopping_) {
     lock.unlock();
     try {
-      store_.run({Op::Add, 1, {key_}, {}}, Patience(4 * interval_.count()));
+      store_.run({Op::Add, 1, {key_}, {}}, Patience(4 * interval_.count(), look_up));
       answered_ = Clock::now();
     } catch (const Failure&) {  // the silence tells
+    } catch (const Stopped&) {  // a store that is gone holds nobody up
     }
     lock.lock();
-    wake_.wait_for(lock, interval_, [this] { return stopping_; });
+    wake_.wait_for(lock, interval_, [this] { return stopping_.load(); });
   }
 }
 

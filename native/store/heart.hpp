@@ -32,7 +32,7 @@ class Heart {
   std::atomic<Clock::time_point> answered_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  bool stopping_ = false;
+  std::atomic<bool> stopping_ = false;
   const int process_;
   std::thread thread_;
 };

@@ -377,16 +377,11 @@ class GroupBackend(ABC):
         self, deadline: Deadline, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> None:
         # Everybody sends before anybody waits, so no order of the receives can block.
-        sends = [
-            self.send(inputs[peer].detach(), peer, COLLECTIVE, async_op=True)
-            for peer in self._others()
-        ]
+        finish = self._begin([(inputs[peer], peer) for peer in self._others()], deadline)
         for peer in self._others():
             self._take(outputs[peer], peer, deadline)
         _copy(outputs[self.rank], inputs[self.rank])
-        for send in sends:
-            assert send is not None
-            send.wait(deadline.left())
+        finish()
 
     def _barrier(self, deadline: Deadline) -> None:
         token = torch.zeros((), dtype=torch.uint8)
@@ -396,7 +391,22 @@ class GroupBackend(ABC):
     def _others(self) -> list[int]:
         return [peer for peer in range(self.size) if peer != self.rank]
 
-    def _give(self, messages: list[tuple[Tensor, int]], deadline: Deadline) -> None:
+    def _begin(
+        self, messages: Sequence[tuple[Tensor, int]], deadline: Deadline
+    ) -> Callable[[], None]:
+        """Begin to send; return what waits until all has left."""
+        sends = [
+            self.send(tensor.detach(), peer, COLLECTIVE, async_op=True) for tensor, peer in messages
+        ]
+
+        def finish() -> None:
+            for send in sends:
+                assert send is not None
+                send.wait(deadline.left())
+
+        return finish
+
+    def _give(self, messages: Sequence[tuple[Tensor, int]], deadline: Deadline) -> None:
         for tensor, peer in messages:
             self.send(tensor.detach(), peer, COLLECTIVE, timeout=deadline.left())
 

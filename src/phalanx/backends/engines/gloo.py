@@ -23,7 +23,7 @@ from phalanx import bystanders
 from phalanx.backends.engines import frames
 from phalanx.backends.engines.helpers import Helpers
 from phalanx.backends.engines.wire import Deliver, End, Lose, Wire
-from phalanx.errors import PeerFailed
+from phalanx.errors import DistTimeout, PeerFailed
 
 _FOR_EVER = timedelta(days=365)
 _FRAMES = 0  # the tag of frames; payloads have their numbers, from 1
@@ -36,8 +36,9 @@ _CLOSE_SECONDS = 5.0  # for peers to take the last frames
 class GlooWire(Wire):
     """The connections of one ProcessGroupGloo: a thread per peer takes its frames."""
 
-    def __init__(self, group: Any, rank: int, size: int) -> None:
+    def __init__(self, group: Any, rank: int, size: int, timeout: float) -> None:
         self._group = group
+        self._timeout = timeout  # for a peer to take frames
         self._peers = [peer for peer in range(size) if peer != rank]
         self._sent: dict[int, deque[Any]] = {peer: deque() for peer in self._peers}
         self._numbers = dict.fromkeys(self._peers, 0)
@@ -80,7 +81,11 @@ class GlooWire(Wire):
             raise PeerFailed(f"rank {dst} of the group is gone: {_first_line(error)}") from error
         if len(sent) > _IN_FLIGHT:
             oldest = [sent.popleft() for _ in range(_IN_FLIGHT // 2)]
-            self._wait_for(oldest).wait()
+            if not self._wait_for(oldest).wait(self._timeout):
+                raise DistTimeout(
+                    f"rank {dst} of the group has taken nothing for {self._timeout:g} s: it is "
+                    "stopped, or cannot be reached"
+                )
 
     def _wait_for(self, works: list[Any]) -> threading.Event:
         """Return an event that comes when all works have ended, well or not."""

@@ -23,6 +23,12 @@ class Failure(NamedTuple):
     text: str
     ends_collectives: bool = False  # whoever is gone has not left, but failed
 
+    def error(self, title: str) -> DistBackendError:
+        """Return it as an error of an operation; ``reason`` is for those who name another one."""
+        error = self.kind(f"{title}: {self.text}")
+        error.reason = self.text
+        return error
+
 
 class Arrival(NamedTuple):
     """A message that is here, or whose bytes can be asked for."""
@@ -118,8 +124,7 @@ class Pending(Work):
 
     def exception(self) -> BaseException | None:
         if self._failure is not None and self._error is None:
-            self._error = self._failure.kind(f"{self.title()}: {self._failure.text}")
-            self._error.reason = self._failure.text  # for those who are told of it
+            self._error = self._failure.error(self.title())
         return self._error
 
     def result(self) -> list[Tensor]:
@@ -131,7 +136,7 @@ class Receipt(Pending):
 
     source: int | None = None  # whom it must come from
     tag: int = 0
-    accept: Callable[[int, bytes], Failure | None] | None = None
+    accept: Callable[[int, Frame], Failure | None] | None = None
     matched = False  # its message has begun to come
 
     def is_awaited(self) -> bool:
@@ -235,6 +240,11 @@ class Mailbox:
             self._receipts.clear()
         for receipt in lost:
             receipt.give_up(failure)
+
+    def failed(self) -> list[int]:
+        """Return the peers that have not left, but failed."""
+        with self._lock:
+            return [peer for peer, why in self.gone.items() if why.ends_collectives]
 
     def reason(self, peer: int, tag: int) -> Failure | None:
         """Return what is known to keep a message of a peer from coming."""

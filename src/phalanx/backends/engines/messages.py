@@ -38,7 +38,7 @@ from phalanx.work import CompletedWork, Work
 _GRACE = 5.0
 _LOOKS, _LOOK = 50, 0.01  # for the cause of a broken connection: how many, seconds in between
 
-Accept = Callable[[int, bytes], Failure | None]
+Accept = Callable[[int, Frame], Failure | None]
 
 _open_engines: weakref.WeakSet[MessageEngine] = weakref.WeakSet()
 
@@ -48,7 +48,7 @@ class MessageEngine(Collectives):
 
     Beyond what every backend does, a message can have a ``label``, at most `frames.LABEL_BYTES`
     bytes that travel with it, and a receive can ``accept`` it: a function that gets the source and
-    the label before anything is written, and returns why the message is refused, or None.
+    the frame before anything is written, and returns why the message is refused, or None.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class MessageEngine(Collectives):
     ) -> Work:
         failure = self._mailbox.obstacle(tag) or self._mailbox.gone.get(dst)
         if failure is not None:
-            raise failure.kind(f"{what()}: {failure.text}")
+            raise failure.error(what())
         num_bytes = tensor.nbytes
         if dst == self.rank:
             frame = Frame(frames.MESSAGE, tag, num_bytes, 0, label, frames.read(tensor))
@@ -180,7 +180,7 @@ class MessageEngine(Collectives):
         """Bring the bytes of a message where they belong, or refuse it."""
         source, frame = arrival
         tensor = receipt.tensor
-        failure = receipt.accept(source, frame.label) if receipt.accept else None
+        failure = receipt.accept(source, frame) if receipt.accept else None
         if failure is None and frame.num_bytes != tensor.nbytes:
             failure = Failure(
                 DistBackendError,
@@ -216,6 +216,10 @@ class MessageEngine(Collectives):
     def unclaimed(self, tag: int) -> list[tuple[int, bytes]]:
         """Return the source and label of each message that has come and was not asked for."""
         return [(source, frame.label) for source, frame in self._mailbox.arrivals(tag)]
+
+    def failed(self) -> list[int]:
+        """Return the ranks whose connections are gone, though they have not left."""
+        return self._mailbox.failed()
 
     def withdraw(self, work: Work) -> bool:
         """Take a receive back; False if its message has begun to come."""
@@ -292,8 +296,8 @@ class MessageEngine(Collectives):
         who = f"waiting for rank {self.global_ranks[peer]}"
         return f"{call.what} #{call.number} on {self._me()}{call.place()}, {who}"
 
-    def _belongs(self, call: Call, source: int, label: bytes) -> Failure | None:
-        theirs = Call.read(label)
+    def _belongs(self, call: Call, source: int, frame: Frame) -> Failure | None:
+        theirs = Call.read(frame.label)
         if theirs == call:
             return None
         ranks = self.global_ranks

@@ -106,7 +106,7 @@ def create(name: str, device: str, options: BackendOptions, pg_options: object) 
 def create_gloo(options: BackendOptions) -> MessageEngine:
     """Make one rank's end of a group whose messages Gloo carries."""
     group = _within(options, lambda: gloo_group(options))
-    wire = GlooWire(group, options.group_rank, options.group_size)
+    wire = GlooWire(group, options.group_rank, options.group_size, options.timeout)
     return MessageEngine("gloo", wire, options, addresses.failures(options))
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from phalanx.backends.engines.calls import Call
+from phalanx.backends.engines.frames import Frame
 from phalanx.backends.engines.mailbox import Failure, Pending, Receipt
 from phalanx.backends.engines.messages import MessageEngine
 from phalanx.backends.hierarchy.vigil import Vigil
@@ -26,13 +27,14 @@ _TAG = -3
 # Stands between the words of a call and the number of what else must agree.
 HIDDEN = " ~"
 
-Differ = Callable[[Call, Call, int], str]
+Differ = Callable[[Call, Call, int, bool], str]
 
 
 class Crossing:
     """One rank's way to the ranks of other hosts, for collectives.
 
-    ``differ(mine, theirs, peer)`` says what is wrong if a peer is in another one.
+    ``differ(mine, theirs, peer, agreed)`` says what is wrong if a peer is in another one;
+    ``agreed`` if this rank has got so far in its own that it may speak for its host.
     """
 
     def __init__(self, engine: MessageEngine, vigil: Vigil, differ: Differ) -> None:
@@ -48,7 +50,7 @@ class Crossing:
 
     def receive(self, peer: int, call: Call, tensor: Tensor) -> Coming:
         """Begin to receive a flat tensor."""
-        accept = partial(self._accept, call)
+        accept = partial(self._accept, call, tensor.nbytes)
         work = self._engine.recv(tensor, peer, _TAG, async_op=True, accept=accept)
         return Coming(cast(Receipt, work), self._vigil, peer, call)
 
@@ -60,14 +62,16 @@ class Crossing:
         for source, label in self._engine.unclaimed(_TAG):
             theirs = Call.read(label)
             if theirs.number == call.number and theirs != call:
-                return self._differ(call, theirs, source)
+                return self._differ(call, theirs, source, False)
         return ""
 
-    def _accept(self, call: Call, source: int, label: bytes) -> Failure | None:
-        theirs = Call.read(label)
+    def _accept(self, call: Call, room: int, source: int, frame: Frame) -> Failure | None:
+        theirs = Call.read(frame.label)
         if theirs == call:
-            return None
-        return Failure(CollectiveMismatch, self._differ(call, theirs, source))
+            if frame.num_bytes == room:
+                return None
+            call, theirs = _sized(call, room), _sized(theirs, frame.num_bytes)
+        return Failure(CollectiveMismatch, self._differ(call, theirs, source, True))
 
 
 class Sending:
@@ -103,6 +107,18 @@ class Coming:
         self._vigil.wait(self._work, deadline, [self._peer], words(call), call.number)
 
 
+def _sized(call: Call, num_bytes: int) -> Call:
+    return Call(call.number, f"{words(call)} of {num_bytes} bytes", call.site)
+
+
+def speaks_for_host(call: Call) -> bool:
+    """Say whether what is sent in a call is known to hold for all ranks of its host.
+
+    They have met before, but not in a broadcast; and each may send something of its own size.
+    """
+    return not call.what.startswith("broadcast(") and not call.what.endswith(" bytes")
+
+
 def words(call: Call) -> str:
     """Return what a call is in words, without the number of what else must agree."""
     return call.what.partition(HIDDEN)[0]
@@ -112,6 +128,12 @@ def flat(tensor: Tensor) -> Tensor:
     """Return the elements in one dimension: the tensor's own memory if it is contiguous."""
     # Strides of what has one element or none mean nothing, and may be anything.
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
+
+
+def put(tensor: Tensor, buffer: Tensor) -> None:
+    """Write the elements of a flat buffer into a tensor, unless they are its own memory."""
+    if buffer.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+        tensor.detach().copy_(buffer.view(tensor.shape))
 
 
 def shown(tensor: Tensor) -> str:

@@ -48,6 +48,7 @@ class DeadlockSearch:
         self._number = 0
         self._said = False
         self._suspect: tuple[float, dict[str, int], list[tuple[int, int]]] | None = None
+        self._say([])
 
     def look(self) -> None:
         """Say who of this host waits, and see whether that is part of a deadlock."""
@@ -91,13 +92,15 @@ class DeadlockSearch:
             self._publish(kind="deadlock", waits=found, text=text)
 
     def _reports(self) -> dict[str, _Report]:
-        reports = {}
-        for label in self._members:
-            key = f"stuck/{label}"
-            if self._store.check([key]):
-                number, waits = json.loads(self._store.get(key))
-                reports[label] = _Report(number, [_wait(*each) for each in waits])
-        return reports
+        """Return what all hosts have said; nothing as long as one has not begun."""
+        keys = [f"stuck/{label}" for label in self._members]
+        if not self._store.check(keys):
+            return {}
+        told = map(json.loads, self._store.multi_get(keys))
+        return {
+            label: _Report(number, [_wait(*each) for each in waits])
+            for label, (number, waits) in zip(self._members, told, strict=True)
+        }
 
 
 def _wait(rank: int, since: int, facts: Any) -> tuple[int, int, bytes]:

@@ -15,13 +15,22 @@ from torch import Tensor
 
 from phalanx import _native
 from phalanx.backends import reduction
-from phalanx.backends.base import GroupBackend
 from phalanx.backends.engines import sites
 from phalanx.backends.engines.calls import Call
 from phalanx.backends.engines.messages import MessageEngine
-from phalanx.backends.hierarchy.crossing import HIDDEN, Crossing, dtype_name, flat, shown, words
+from phalanx.backends.hierarchy.crossing import (
+    HIDDEN,
+    Crossing,
+    dtype_name,
+    flat,
+    put,
+    shown,
+    speaks_for_host,
+    words,
+)
 from phalanx.backends.hierarchy.exchange import Exchange, spread
 from phalanx.backends.hierarchy.letters import Letters
+from phalanx.backends.hierarchy.one_by_one import OneByOne
 from phalanx.backends.hierarchy.topology import Topology
 from phalanx.backends.hierarchy.vigil import Vigil
 from phalanx.backends.hierarchy.warden import Account, Warden
@@ -47,7 +56,7 @@ _CHUNK = 1 << 20  # bytes of a slice that pass through the two phases at a time
 _AHEAD = 2  # chunks that travel while others are reduced
 
 
-class Hierarchy(GroupBackend):
+class Hierarchy(OneByOne):
     """A group over hosts.
 
     ``local`` has the group's ranks of this host, in order; ``engine`` all of its ranks. Of a small
@@ -195,9 +204,8 @@ class Hierarchy(GroupBackend):
             kind = PeerFailed
         if (known := self._warden.known_break(self._group, number)) is not None:
             kind, reason = known.kind, known.text
-        else:
-            if kind is DistTimeout:
-                reason = self._late(deadline.limit)
+        elif kind is DistTimeout:
+            reason = self._late(deadline.limit) or reason
         self._tell(number, kind, reason)
         if issubclass(kind, CollectiveMismatch | Deadlock):  # the same on all ranks
             return kind(_MEMBERS.sub(r"\1", reason, count=1))
@@ -219,9 +227,18 @@ class Hierarchy(GroupBackend):
         return self._warden.tell(rank, self._warden.ask(self._group, [rank]))
 
     def _late(self, seconds: float) -> str:
-        """Say which ranks have not come to a collective in time, and what they do instead."""
+        """Say which ranks have not come to a collective in time, and what they do instead.
+
+        Nothing if there is no store any more to ask them in.
+        """
         ranks = self.global_ranks
         told = self._warden.ask(self._group, ranks)
+        if self._warden.is_lost():
+            return ""
+        # Of its own host it knows without an answer.
+        for rank in set(self._topology.mine) - {self.rank}:
+            if ranks[rank] not in told:
+                told[ranks[rank]] = Account(-1, self.describe(rank))
         me = ranks[self.rank]
         late = [
             rank
@@ -230,7 +247,8 @@ class Hierarchy(GroupBackend):
         ]
         limit = f"reached its timeout of {seconds:g} s"
         if not late:
-            return f"{limit}; all ranks have come, but what they exchange takes longer"
+            rows = [f"\n  {self._warden.tell(rank, told)}" for rank in ranks if rank != me]
+            return f"{limit}; all ranks have come, but do not get on{''.join(rows)}"
         missing = _native.rank_list(sorted(late))
         here = _native.rank_list(sorted({*ranks} - {*late}))
         lines = [f"{limit}\n  arrived: {here}; not arrived: {missing}"]
@@ -246,12 +264,15 @@ class Hierarchy(GroupBackend):
         self._running = Call(self._number, f"{what}{HIDDEN}{digest:08x}", self._site)
         return self._running
 
-    def _differ(self, mine: Call, theirs: Call, peer: int) -> str:
+    def _differ(self, mine: Call, theirs: Call, peer: int, agreed: bool) -> str:
         """Say who is in which collective."""
         where = self._topology
-        sides = [(where.mine, mine), (where.hosts[where.places[peer].host], theirs)]
         rows = []
-        for ranks, call in sorted(sides, key=lambda side: side[0]):
+        for rank, call, is_shared in sorted(
+            [(self.rank, mine, agreed), (peer, theirs, True)], key=lambda side: side[0]
+        ):
+            is_shared &= speaks_for_host(call)
+            ranks = where.hosts[where.places[rank].host] if is_shared else [rank]
             named = _native.rank_list(sorted(self.global_ranks[rank] for rank in ranks))
             host = self._warden.host_of(self.global_ranks[ranks[0]])
             rows.append((f"{named} on host {host}", f"{words(call)} #{call.number}", call.site))
@@ -271,7 +292,7 @@ class Hierarchy(GroupBackend):
             self._all_reduce_small(deadline, buffer, op, call)
         else:
             self._all_reduce_sliced(deadline, buffer, op, call)
-        _put(tensor, buffer)
+        put(tensor, buffer)
         if squares is not None:
             squares.fill_(reduction.sum_of_squares(tensor))
 
@@ -333,7 +354,7 @@ class Hierarchy(GroupBackend):
     def _reduce(
         self, deadline: Deadline, output: Tensor, input: Tensor, root: int, op: ReduceOp
     ) -> None:
-        call = self._call(f"reduce({shown(input)}, {op.name})", root, op.factor)
+        call = self._call(f"reduce({shown(input)}, {op.name}, {self._root(root)})", op.factor)
         where = self._topology
         goal = where.places[root]
         total = flat(input).clone()
@@ -361,7 +382,7 @@ class Hierarchy(GroupBackend):
         self._crossing.receive(peer, call, tensor).wait(deadline)
 
     def _broadcast(self, deadline: Deadline, tensor: Tensor, root: int) -> None:
-        call = self._call(f"broadcast({shown(tensor)})", root)
+        call = self._call(f"broadcast({shown(tensor)}, {self._root(root)})")
         where = self._topology
         goal = where.places[root]
         buffer = flat(tensor)
@@ -374,7 +395,7 @@ class Hierarchy(GroupBackend):
         else:
             self._broadcast_sliced(deadline, buffer, goal, call)
         if where.rank != root:
-            _put(tensor, buffer)
+            put(tensor, buffer)
 
     def _broadcast_sliced(self, deadline: Deadline, buffer: Tensor, goal: Any, call: Call) -> None:
         """Let every rank of the root's host send a slice."""
@@ -414,7 +435,7 @@ class Hierarchy(GroupBackend):
         for sending in sendings:
             sending.wait(deadline)
         for output, got in zip(outputs, parts, strict=True):
-            _put(output, got)
+            put(output, got)
 
     def _reduce_scatter(
         self, deadline: Deadline, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp
@@ -478,9 +499,3 @@ def _likely_reason(mine: Call, theirs: Call) -> str:
 def _partial(op: ReduceOp) -> ReduceOp:
     """Return the reduction of a part of the ranks."""
     return ReduceOp(ReduceOp.SUM) if op.name == "AVG" else op
-
-
-def _put(tensor: Tensor, buffer: Tensor) -> None:
-    """Write the elements of a flat buffer into a tensor, unless they are its own memory."""
-    if buffer.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
-        tensor.detach().copy_(buffer.view(tensor.shape))

@@ -18,12 +18,20 @@ from torch import Tensor
 from phalanx import bystanders
 from phalanx.backends.base import GroupBackend
 from phalanx.backends.engines import sites
+from phalanx.backends.engines.frames import Frame
 from phalanx.backends.engines.mailbox import Failure, Pending, Receipt
 from phalanx.backends.engines.messages import MessageEngine
 from phalanx.backends.hierarchy.crossing import dtype_name, shown
 from phalanx.backends.hierarchy.topology import Topology
 from phalanx.backends.hierarchy.vigil import SLICE, Vigil
-from phalanx.errors import CollectiveMismatch, Deadlock, DistBackendError, DistTimeout, expected
+from phalanx.errors import (
+    CollectiveMismatch,
+    Deadlock,
+    DistBackendError,
+    DistTimeout,
+    PeerFailed,
+    expected,
+)
 from phalanx.types import Deadline, Timeout
 from phalanx.work import ThreadWork, Work
 
@@ -62,14 +70,14 @@ class Letters:
             work = self._engine.send(tensor, dst, tag, timeout=timeout, async_op=True, label=label)
         if not isinstance(work, Pending):
             return work if async_op else None
-        finish = partial(self._finish, work, deadline, dst, doing)
+        finish = partial(self._finish, work, deadline, dst, doing, sites.here())
         if async_op:
             return _in_background(finish, tensor)
         finish()
         return None
 
-    def _finish(self, work: Pending, deadline: Deadline, peer: int, doing: str) -> None:
-        with self._titled(doing):
+    def _finish(self, work: Pending, deadline: Deadline, peer: int, doing: str, site: str) -> None:
+        with self._titled(doing, site):
             # Of a large message nobody can tell from here whether it is about to be taken.
             shown = "" if doing.startswith("send") else doing
             try:
@@ -79,16 +87,17 @@ class Letters:
                     raise
                 raise DistTimeout(f"{error}\n  {self._ask(peer)}") from None
 
-    def _titled(self, doing: str) -> AbstractContextManager[None]:
+    def _titled(self, doing: str, site: str = "") -> AbstractContextManager[None]:
         me = self._global_ranks[self._topology.rank]
-        return _titled(f"{doing} on group {self._vigil.group!r}, rank {me}, at {sites.here()}")
+        where = site or sites.here()
+        return _titled(f"{doing} on group {self._vigil.group!r}, rank {me}, at {where}")
 
     def recv(
         self, tensor: Tensor, src: int | None, tag: int, timeout: float, async_op: bool
     ) -> Work | int:
         deadline = Deadline(timeout)
         if src is None:
-            receive = partial(self._receive_any, tensor, tag, deadline)
+            receive = partial(self._receive_any, tensor, tag, deadline, sites.here())
             return _in_background(receive, tensor) if async_op else receive()
         if self._topology.is_local(src):
             seat = self._topology.places[src].seat
@@ -97,11 +106,13 @@ class Letters:
         doing = f"recv({shown(tensor)}, tag={tag}) from rank {self._global_ranks[src]}"
         with self._titled(doing):
             work = self._post(tensor, src, tag, timeout)
-        finish = partial(self._received, work, deadline, src, doing)
+        finish = partial(self._received, work, deadline, src, doing, sites.here())
         return _in_background(finish, tensor) if async_op else finish()
 
-    def _received(self, work: Pending, deadline: Deadline, source: int, doing: str) -> int:
-        self._finish(work, deadline, source, doing)
+    def _received(
+        self, work: Pending, deadline: Deadline, source: int, doing: str, site: str
+    ) -> int:
+        self._finish(work, deadline, source, doing, site)
         return source
 
     def _post(self, tensor: Tensor, src: int | None, tag: int, timeout: float) -> Receipt:
@@ -110,10 +121,11 @@ class Letters:
         work = self._engine.recv(tensor, src, tag, timeout=timeout, async_op=True, accept=accept)
         return cast(Receipt, work)
 
-    def _receive_any(self, tensor: Tensor, tag: int, deadline: Deadline) -> int:
+    def _receive_any(self, tensor: Tensor, tag: int, deadline: Deadline, site: str) -> int:
         doing = f"recv({shown(tensor)}, tag={tag}) from any rank"
         others = [each for each in range(self._engine.size) if each != self._engine.rank]
-        with self._titled(doing), self._vigil.shown(doing, deadline, others, True) as check:
+        waiting = self._vigil.shown(doing, deadline, others, True)
+        with self._titled(doing, site), waiting as check:
             looked = time.monotonic()
             while True:
                 if (seat := self._try(self._local, tensor, tag)) is not None:
@@ -137,8 +149,8 @@ class Letters:
             return None
 
 
-def _accept(tensor: Tensor, source: int, label: bytes) -> Failure | None:
-    name = label.decode()
+def _accept(tensor: Tensor, source: int, frame: Frame) -> Failure | None:
+    name = frame.label.decode()
     if name == dtype_name(tensor.dtype):
         return None
     return Failure(
@@ -157,7 +169,8 @@ def _titled(title: str) -> Iterator[None]:
         raise  # the same on all ranks
     except DistBackendError as error:
         reason = getattr(error, "reason", str(error))
-        raise type(error)(f"{title}: {reason}") from None
+        kind = PeerFailed if isinstance(error, PeerFailed) else type(error)
+        raise kind(f"{title}: {reason}") from None
 
 
 def _in_background(call: Callable[[], int | None], tensor: Tensor) -> ThreadWork:

@@ -123,7 +123,8 @@ class Vigil:
         limit = time.monotonic() + _GRACE
         try:
             while time.monotonic() < limit:
-                self.look(needs, number)
+                # Another rank's end may be why the one that is needed is lost.
+                self.look([*needs, *self._engine.failed()], number)
                 if type(error) is DistBackendError:
                     return _bare(error)  # of this rank's own
                 time.sleep(0.1)

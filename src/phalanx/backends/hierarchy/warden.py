@@ -2,9 +2,9 @@
 
 Each rank raises its host's count in the store about once a second, from a thread of the native
 core. A second thread, the warden's, watches the count of the next host and the ranks of its own,
-writes into a log in the store whose end it has seen, and reads what others have written there. So
-a rank or host that dies is named everywhere within five seconds; whoever waits only looks at what
-its warden knows.
+writes into a log in the store whose end it has seen, and reads what others have written there: one
+request at each look. So a rank or host that dies is named everywhere within five seconds; whoever
+waits only looks at what its warden knows.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from phalanx import _native, bystanders, errors
+from phalanx import _native, errors
 from phalanx.backends.hierarchy import heart
 from phalanx.backends.hierarchy.deadlocks import DeadlockSearch
 from phalanx.backends.hierarchy.heart import StoreError
 from phalanx.backends.hierarchy.hosts import Host
+from phalanx.backends.hierarchy.patrol import Patrol
 from phalanx.errors import DistBackendError, DistTimeout, PeerFailed
 from phalanx.stores.base import Store
 
@@ -81,21 +82,21 @@ class Warden:
         }
         self._mine = hosts[rank].id
         self._read = 0  # entries of the log
+        self._questions: list[int] = []  # which of them ask something
         self._published: set[int] = set()  # ranks of this host whose end has been told
         self._closed: set[int] = set()  # ranks whose wardens watch no longer
         self._gone: set[str] = set()  # hosts
         self._broken: dict[str, Break] = {}  # by group
         self._left: dict[str, set[int]] = {}  # ranks that have left a group
         self._groups: dict[str, Group] = {}
-        self._lock = threading.Lock()
+        self._watched, self._count, self._since = "", -1, 0.0  # a host, its signs of life
         self._closing = threading.Event()
         self._deadlocks = DeadlockSearch(
             self._store, roster, self._members, self._mine, self._write
         )
         self._heart = heart.start(self._store, f"beat/{self._mine}")
-        thread = threading.Thread(target=self._watch, name="phalanx-warden", daemon=True)
-        self._thread = bystanders.mark(thread)
-        self._thread.start()
+        self._store.add("log", 0)
+        self._patrol = Patrol(self._look, _LOOK, self.is_lost)
 
     def host_of(self, rank: int) -> str:
         """Return the name of a rank's host."""
@@ -116,24 +117,32 @@ class Warden:
         """Tell all that a group cannot go on from a collective; the first word counts."""
         name = kind.__name__
         self._write(kind="broken", group=group, number=number, error=name, text=text)
-        if self.rank == 0 and not self._closing.is_set():
-            time.sleep(_FAREWELL)  # the store may go with this rank, and all should know why
+        self._linger()
 
     def say_ended(self, rank: int, how: str) -> None:
         """Tell the other hosts how a rank of this one has ended."""
         self._published.add(rank)
         self._write(kind="ended", rank=rank, text=how)
+        if rank == self.rank:
+            self._linger()
+
+    def _linger(self) -> None:
+        """As rank 0, with whom the store may go, give all time to read why."""
+        if self.rank == 0 and not self._closing.is_set() and not self.is_lost():
+            time.sleep(_FAREWELL)
 
     def _write(self, **entry: Any) -> int:
-        """Write into the log; return the number of the entry."""
-        number = 0
-        if self._is_lost():
-            return number
-        # A store that is gone cannot be told anything: others find that out themselves.
-        with suppress(StoreError):
+        """Write into the log; return the number of the entry.
+
+        A store that is gone cannot be told anything: others find that out themselves.
+        """
+
+        def write() -> int:
             number = self._store.add("log", 1)
             self._store.set(f"log/{number}", json.dumps(entry))
-        return number
+            return number
+
+        return self._patrol.do(write) or 0
 
     # What it knows
 
@@ -154,14 +163,22 @@ class Warden:
                 )
             if end:
                 raise PeerFailed(end)
-        if self._is_lost():
-            first, mine = self._names[self._order[0]], self._names[self._mine]
-            raise StoreLost(
-                f"the store has not answered for {self._heart.silence():.1f} s: rank 0 and its "
-                f"host, {first}, are down, or {mine} is cut off from them"
-            )
+        if self.is_lost():
+            silence = f"the store has not answered for {self._heart.silence():.1f} s"
+            raise StoreLost(f"{silence}: {self._why_lost()}")
 
-    def _is_lost(self) -> bool:
+    def _why_lost(self) -> str:
+        first, mine = self._names[self._order[0]], self._names[self._mine]
+        if end := self.roster.obituary(0, True):
+            return f"it was kept by rank 0; {end}"
+        if self._order[0] == self._mine:
+            return "rank 0, which keeps it, may be stopped"
+        return (
+            f"rank 0, which keeps it on host {first}, is dead or stopped, that host is down, or "
+            f"{mine} is cut off from it"
+        )
+
+    def is_lost(self) -> bool:
         """Say whether the store cannot be reached: to ask it would only take time."""
         return self._heart.silence() > _DEAD
 
@@ -177,30 +194,47 @@ class Warden:
         question = self._write(kind="ask", group=group)
         keys = {rank: f"doing/{question}/{rank}" for rank in ranks if rank != self.rank}
         limit = time.monotonic() + _ANSWERS
-        with suppress(StoreError):
-            while len(told) < len(keys) and time.monotonic() < limit:
-                time.sleep(_LOOK / 4)
-                for rank in keys.keys() - told.keys():
-                    if self._store.check([keys[rank]]):
-                        told[rank] = Account(*json.loads(self._store.get(keys[rank])))
+        while len(told) < len(keys) and time.monotonic() < limit and not self.is_lost():
+            time.sleep(_LOOK / 4)
+            missing = {rank: key for rank, key in keys.items() if rank not in told}
+            told |= self._patrol.do(partial(self._answers, missing)) or {}
         return told
+
+    def _answers(self, keys: Mapping[int, str]) -> dict[int, Account]:
+        return {
+            rank: Account(*json.loads(self._store.get(key)))
+            for rank, key in keys.items()
+            if self._store.check([key])
+        }
 
     def tell(self, rank: int, told: Mapping[int, Account]) -> str:
         """Put into words what a rank has said of itself."""
+        if rank not in told and (end := self.roster.obituary(rank, True)):
+            return end
         said = told[rank].text.partition(f"rank {rank} ")[2] if rank in told else ""
         where = f"rank {rank} on host {self.host_of(rank)}"
         return f"{where} {said or 'does not answer: it may be stopped, or busy outside of Python'}"
 
     def read(self) -> None:
         """Take notice of what is new in the log."""
-        if self._is_lost():
-            return
-        with self._lock, suppress(StoreError):
-            newest = self._store.add("log", 0)
-            while self._read < newest:
-                entry = json.loads(self._store.get(f"log/{self._read + 1}"))
-                self._read += 1
-                self._heed(self._read, entry)
+        self._patrol.do(lambda: self._read_to(self._store.add("log", 0)))
+
+    def _read_to(self, newest: int) -> None:
+        while self._read < newest:
+            number = self._read + 1
+            entry = self._entry(f"log/{number}")
+            self._read = number
+            self._heed(number, entry)
+
+    def _entry(self, key: str) -> dict[str, Any]:
+        """Return an entry of the log; nothing if who was about to write it has died over it."""
+        try:
+            entry: dict[str, Any] = json.loads(self._store.get(key))
+        except StoreError:
+            if self._store.check([key]):
+                raise
+            return {"kind": ""}
+        return entry
 
     def _heed(self, number: int, entry: dict[str, Any]) -> None:
         if entry["kind"] == "ended" and entry["rank"] not in self._members[self._mine]:
@@ -220,36 +254,34 @@ class Warden:
             self._left.setdefault(entry["group"], set()).add(entry["rank"])
         elif entry["kind"] == "closed":
             self._closed.add(entry["rank"])
-        elif entry["kind"] == "ask" and (group := self._groups.get(entry["group"])):
-            self._store.set(f"doing/{number}/{self.rank}", json.dumps(group.account()))
+        elif entry["kind"] == "ask":
+            self._questions.append(number)
+            if group := self._groups.get(entry["group"]):
+                self._store.set(f"doing/{number}/{self.rank}", json.dumps(group.account()))
 
     # Its watch
 
-    def _watch(self) -> None:
-        count, since = -1, time.monotonic()
-        watched = ""
-        while not self._closing.wait(_LOOK):
-            if self._speaks_for_host():
-                self._deadlocks.look()
-            self.read()
-            for group in list(self._groups.values()):
-                group.look()
-            following = self._next_host()
-            if following != watched:
-                watched, count, since = following, -1, time.monotonic()
-            if not watched:
-                continue
-            if self._is_lost():
-                continue
-            try:
-                seen = self._store.add(f"beat/{watched}", 0)
-            except StoreError:
-                continue  # the heart's silence tells
-            now = time.monotonic()
-            if seen != count:
-                count, since = seen, now
-            elif now - since > _DEAD:
-                self._bury(watched, now - since)
+    def _look(self) -> None:
+        if self._speaks_for_host():
+            self._deadlocks.look()
+        self._patrol.do(self._ask_store)
+        for group in list(self._groups.values()):
+            group.look()
+
+    def _ask_store(self) -> None:
+        """Read the log, and see whether the next host lives."""
+        following = self._next_host()
+        if following != self._watched:
+            self._watched, self._since = following, time.monotonic()
+            self._count = self._store.add(f"beat/{following}", 0) if following else -1
+        keys = ["log", f"beat/{following}"] if following else ["log"]
+        now = time.monotonic()  # a store that takes long keeps the others' signs back, too
+        newest, *counts = map(int, self._store.multi_get(keys))
+        self._read_to(newest)
+        if counts != [self._count]:
+            self._count, self._since = next(iter(counts), -1), now
+        elif now - self._since > _DEAD:
+            self._bury(following, now - self._since)
 
     def _next_host(self) -> str:
         """Return the host after this one, of those that live; "" if there is none."""
@@ -291,22 +323,20 @@ class Warden:
         """Watch no longer; the last rank of the world that says so clears the store."""
         self._closing.set()
         self._heart.stop()
-        if self._thread is not threading.current_thread():
-            self._thread.join(_STORE_TIMEOUT)
         self._write(kind="closed", rank=self.rank)
-        if self._is_lost():
-            return
-        with suppress(StoreError):
-            if self._store.add("closed", 1) == self._size:
-                self._clear()
+        self._patrol.do(self._sign_off)
+        self._patrol.close()
+
+    def _sign_off(self) -> None:
+        if self._store.add("closed", 1) == self._size:
+            self._clear()
 
     def _clear(self) -> None:
-        newest = self._store.add("log", 0)
-        for number in range(1, newest + 1):
-            entry = json.loads(self._store.get(f"log/{number}"))
-            if entry["kind"] == "ask":
-                for rank in range(self._size):
-                    self._store.delete_key(f"doing/{number}/{rank}")
+        self._read_to(self._store.add("log", 0))
+        for number in self._questions:
+            for rank in range(self._size):
+                self._store.delete_key(f"doing/{number}/{rank}")
+        for number in range(1, self._read + 1):
             self._store.delete_key(f"log/{number}")
         for label in self._order:
             self._store.delete_key(f"beat/{label}")
