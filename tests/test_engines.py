@@ -464,7 +464,7 @@ def direct(rank, size, store):
     from phalanx.backends.engines import torch_engine
 
     told = options(rank, size, store)
-    group = torch_engine.gloo_group(told)
+    group = torch_engine.gloo_groups(told, 1)[0]
     return torch_engine.DirectEngine("gloo", "cpu", group, told, torch_engine._c10d)
 
 

@@ -47,16 +47,19 @@ def contribution(tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     return copy
 
 
-def combine(left: torch.Tensor, right: torch.Tensor, op: ReduceOp) -> None:
-    """Combine two contributions into ``left``, which comes from the lower ranks."""
+def combine(
+    left: torch.Tensor, right: torch.Tensor, op: ReduceOp, out: torch.Tensor | None = None
+) -> None:
+    """Combine two contributions into one of them: ``left``, from the lower ranks, unless told."""
+    out = left if out is None else out
     if left.dtype in _UNSIGNED and op.name in _COMBINE_UNSIGNED:
-        _COMBINE_UNSIGNED[op.name](left.numpy(), right.numpy(), out=left.numpy())
+        _COMBINE_UNSIGNED[op.name](left.numpy(), right.numpy(), out=out.numpy())
     elif left.is_complex() and op.name == "PRODUCT":
         # Spelled out: torch's own product may fuse a multiplication with the addition after it.
         a, b, c, d = left.real, left.imag, right.real, right.imag
-        left.copy_(torch.complex(a * c - b * d, a * d + b * c))
+        out.copy_(torch.complex(a * c - b * d, a * d + b * c))
     else:
-        _COMBINE[op.name](left, right, out=left)
+        _COMBINE[op.name](left, right, out=out)
 
 
 def finish(total: torch.Tensor, op: ReduceOp, size: int) -> None:

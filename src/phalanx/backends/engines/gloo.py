@@ -3,6 +3,9 @@
 A wait that expires makes Gloo close all connections of the group, so nothing here waits with a
 deadline; deadlines are kept above. A receive that is too small for its message ends the process,
 so frames come first and say how long a payload is.
+
+Gloo sends a payload when its receiver has said that it is ready. On the connection on which that
+one's own payloads travel, this word would wait for them: each direction has connections of its own.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -34,10 +38,14 @@ _CLOSE_SECONDS = 5.0  # for peers to take the last frames
 
 
 class GlooWire(Wire):
-    """The connections of one ProcessGroupGloo: a thread per peer takes its frames."""
+    """The connections of two ProcessGroupGloo; a thread per peer takes its frames.
 
-    def __init__(self, group: Any, rank: int, size: int, timeout: float) -> None:
-        self._group = group
+    What goes to a higher rank travels ``forth``, and ``back`` what goes to a lower one.
+    """
+
+    def __init__(self, back: Any, forth: Any, rank: int, size: int, timeout: float) -> None:
+        self._rank = rank
+        self._groups = [back, forth]
         self._timeout = timeout  # for a peer to take frames
         self._peers = [peer for peer in range(size) if peer != rank]
         self._sent: dict[int, deque[Any]] = {peer: deque() for peer in self._peers}
@@ -61,22 +69,28 @@ class GlooWire(Wire):
         try:
             buffers = [torch.empty(frames.FRAME_BYTES, dtype=torch.uint8) for _ in range(_AHEAD)]
             ahead = deque(
-                (self._group.recv([buffer], peer, _FRAMES), buffer, buffer.numpy().data)
+                (self._from(peer).recv([buffer], peer, _FRAMES), buffer, buffer.numpy().data)
                 for buffer in buffers
             )
             while not self._closed:
                 work, buffer, memory = ahead.popleft()
                 work.wait(_FOR_EVER)
                 deliver(peer, frames.unpack(memory))
-                ahead.append((self._group.recv([buffer], peer, _FRAMES), buffer, memory))
+                ahead.append((self._from(peer).recv([buffer], peer, _FRAMES), buffer, memory))
         except RuntimeError as error:
             if not self._closed:
                 lose(peer, _first_line(error))
 
+    def _to(self, peer: int) -> Any:
+        return self._groups[peer > self._rank]
+
+    def _from(self, peer: int) -> Any:
+        return self._groups[peer < self._rank]
+
     def send(self, frame: Tensor, dst: int) -> None:
         sent = self._sent[dst]
         try:
-            sent.append(_unseen(partial(self._group.send, [frame], dst, _FRAMES)))
+            sent.append(_unseen(partial(self._to(dst).send, [frame], dst, _FRAMES)))
         except RuntimeError as error:
             raise PeerFailed(f"rank {dst} of the group is gone: {_first_line(error)}") from error
         if len(sent) > _IN_FLIGHT:
@@ -105,13 +119,13 @@ class GlooWire(Wire):
         return self._numbers[dst]
 
     def offer(self, payload: Tensor, dst: int, number: int, end: End) -> None:
-        self._start(partial(self._group.send, [payload], dst, number), end)
+        self._start(partial(self._to(dst).send, [payload], dst, number), end)
 
     def take(self, payload: Tensor, src: int, number: int, end: End) -> None:
         if payload.numel() == 0:
             end("")
             return
-        self._start(partial(self._group.recv, [payload], src, number), end)
+        self._start(partial(self._from(src).recv, [payload], src, number), end)
 
     def _start(self, start: Callable[[], Any], end: End) -> None:
         try:
@@ -128,21 +142,18 @@ class GlooWire(Wire):
             else:
                 end("")
 
-        if threading.current_thread() in self._readers:
-            wait()  # what comes next from this peer comes after it
-        else:
-            self._helpers.run(wait)
+        self._helpers.run(wait)
 
     def close(self) -> None:
         if self._closed:
             return
         self._wait_for([work for sent in self._sent.values() for work in sent]).wait(_CLOSE_SECONDS)
         self._closed = True
-        for peer in self._peers:
+        for group, peer in product(self._groups, self._peers):
             # Nothing but a wait that expires ends the waits of other threads. One with a peer that
             # is gone does not expire: it fails at once.
             with suppress(RuntimeError):
-                waited = self._group.recv([torch.empty(1)], peer, _CLOSING)
+                waited = group.recv([torch.empty(1)], peer, _CLOSING)
                 waited.wait(timedelta(milliseconds=1))
         for thread in self._readers:
             if thread is not threading.current_thread():
@@ -151,7 +162,7 @@ class GlooWire(Wire):
         # Operations that outlive their group free its memory twice.
         for sent in self._sent.values():
             sent.clear()
-        self._group = None
+        self._groups.clear()
 
 
 def _unseen(start: Callable[[], Any]) -> Any:

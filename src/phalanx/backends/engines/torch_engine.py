@@ -20,6 +20,7 @@ from phalanx.backends.engines.gloo import GlooWire
 from phalanx.backends.engines.messages import MessageEngine
 from phalanx.backends.registry import BackendOptions
 from phalanx.errors import DistBackendError, DistError, DistNetworkError, DistTimeout
+from phalanx.stores import PrefixStore
 from phalanx.types import Deadline
 
 _td: Any = torch.distributed
@@ -105,21 +106,28 @@ def create(name: str, device: str, options: BackendOptions, pg_options: object) 
 
 def create_gloo(options: BackendOptions) -> MessageEngine:
     """Make one rank's end of a group whose messages Gloo carries."""
-    group = _within(options, lambda: gloo_group(options))
-    wire = GlooWire(group, options.group_rank, options.group_size, options.timeout)
+    back, forth = _within(options, lambda: gloo_groups(options, 2))
+    wire = GlooWire(back, forth, options.group_rank, options.group_size, options.timeout)
     return MessageEngine("gloo", wire, options, addresses.failures(options))
 
 
-def gloo_group(options: BackendOptions) -> Any:
-    """Connect all members by Gloo, at the addresses by which they reach the store's server."""
+def gloo_groups(options: BackendOptions, count: int) -> list[Any]:
+    """Connect all members by Gloo, so often, at the addresses where they reach the store."""
     with addresses.exchanged(options) as address:
         kind = _c10d.ProcessGroupGloo
         told = kind._Options()
         told._timeout = timedelta(seconds=options.timeout)
         told._threads = 1
         told._devices = [kind.create_device(hostname=address)]
-        store = TorchStore(options.store)
-        return kind(store, options.group_rank, options.group_size, told)
+        return [
+            kind(
+                TorchStore(PrefixStore(f"gloo{number}", options.store)),
+                options.group_rank,
+                options.group_size,
+                told,
+            )
+            for number in range(count)
+        ]
 
 
 def _make(name: str, options: BackendOptions, pg_options: Any) -> Any:
@@ -127,7 +135,7 @@ def _make(name: str, options: BackendOptions, pg_options: Any) -> Any:
     store, rank, size = TorchStore(options.store), options.group_rank, options.group_size
     timeout = timedelta(seconds=options.timeout)
     if name == "gloo":
-        return gloo_group(options)
+        return gloo_groups(options, 1)[0]
     if name in _CLASSES:
         kind = getattr(_c10d, _CLASSES[name])
         told = kind.Options() if pg_options is None else pg_options

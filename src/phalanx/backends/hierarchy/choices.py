@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+_SHORTEST_CHUNK, _LONGEST_CHUNK = 2 << 20, 4 << 20  # bytes
 _MESSAGE = 64 << 10  # bytes that take about as long to pass as a message has latency
+
+
+def chunk_bytes(num_bytes: int) -> int:
+    """Return how much of a slice with so many bytes passes between two hosts at a time.
+
+    Several chunks let the network and the memory work at the same time; each costs messages.
+    """
+    return min(max(num_bytes // 4, _SHORTEST_CHUNK), _LONGEST_CHUNK)
 
 
 def doubling_messages(hosts: int) -> int:

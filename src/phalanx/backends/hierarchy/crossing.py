@@ -124,6 +124,19 @@ def words(call: Call) -> str:
     return call.what.partition(HIDDEN)[0]
 
 
+def likely_reason(mine: Call, theirs: Call) -> str:
+    """Guess why two calls that must be one differ."""
+    sites = sorted({mine.site, theirs.site})
+    if mine.what != theirs.what and len(sites) == 1:
+        return f"the same line, {sites[0]}, gets other tensors or arguments on some ranks"
+    if words(mine) == words(theirs) and mine.number == theirs.number and len(sites) == 1:
+        return f"the same line, {sites[0]}, differs in the sizes of its parts or in its root"
+    return (
+        f"compare {' with '.join(sites)}; all ranks of a group must make the same calls in the "
+        "same order (look for a condition on the rank, or a loop that runs more often)"
+    )
+
+
 def flat(tensor: Tensor) -> Tensor:
     """Return the elements in one dimension: the tensor's own memory if it is contiguous."""
     # Strides of what has one element or none mean nothing, and may be anything.

@@ -69,11 +69,8 @@ class Exchange:
 
     def _combine(self, theirs: Tensor, they_come_first: bool) -> None:
         """Combine with another part, in the order of the hosts, into the buffer."""
-        if not they_come_first:
-            reduction.combine(self._buffer, theirs, self._op)
-            return
-        reduction.combine(theirs, self._buffer, self._op)
-        self._buffer.copy_(theirs)
+        pair = (theirs, self._buffer) if they_come_first else (self._buffer, theirs)
+        reduction.combine(*pair, self._op, out=self._buffer)
 
     def _double(self, deadline: Deadline) -> None:
         """Combine with hosts at distances 1, 2, 4, ...; those beyond a power of two stand aside."""

@@ -18,11 +18,13 @@ from phalanx.backends import reduction
 from phalanx.backends.engines import sites
 from phalanx.backends.engines.calls import Call
 from phalanx.backends.engines.messages import MessageEngine
+from phalanx.backends.hierarchy.choices import chunk_bytes
 from phalanx.backends.hierarchy.crossing import (
     HIDDEN,
     Crossing,
     dtype_name,
     flat,
+    likely_reason,
     put,
     shown,
     speaks_for_host,
@@ -52,7 +54,6 @@ _MEMBERS = re.compile(r"(on group '[^'\n]*') \(ranks? [^)\n]*\)")
 _ADVICE = "init_process_group(timeout=...), new_group(timeout=...)"
 
 _SMALL = 32 << 10  # bytes up to which one rank per host speaks for all
-_CHUNK = 1 << 20  # bytes of a slice that pass through the two phases at a time
 _AHEAD = 2  # chunks that travel while others are reduced
 
 
@@ -280,7 +281,7 @@ class Hierarchy(OneByOne):
         table = "".join(f"\n  {a:{first}}  {b:{second}}  {site}" for a, b, site in rows)
         return (
             f"{words(mine).partition('(')[0]} #{mine.number} on group {self._group!r} does not "
-            f"match across hosts{table}\n{_likely_reason(mine, theirs)}"
+            f"match across hosts{table}\n{likely_reason(mine, theirs)}"
         )
 
     def _all_reduce(
@@ -314,13 +315,17 @@ class Hierarchy(OneByOne):
     ) -> None:
         where = self._topology
         peers = where.peers(where.seat) if where.seat < where.num_slices else []
-        width = where.num_slices * max(_CHUNK // buffer.itemsize, 1)
-        if len(where.hosts) > 2:  # nothing is sent ahead: chunks would only be more messages
-            width = max(buffer.numel(), 1)
+        width = max(buffer.numel(), 1)
+        if len(where.hosts) == 2:  # more send nothing ahead: chunks would only be more messages
+            size = chunk_bytes(width * buffer.itemsize // where.num_slices)
+            width = where.num_slices * (size // buffer.itemsize)
         travelling: deque[tuple[Exchange | None, Tensor, Sequence[Tensor]]] = deque()
+        agreed = False  # with the other hosts, on what this is
         for chunk in torch.split(buffer, width):
             slices = self._slices(chunk)
-            own = torch.empty_like(slices[where.seat])
+            own = slices[where.seat]
+            if not agreed:  # until then nothing is written
+                own = torch.empty_like(own)
             self.local.reduce_scatter(own, slices, _partial(op), timeout=deadline.left())
             exchange = None
             if own.numel():
@@ -329,6 +334,7 @@ class Hierarchy(OneByOne):
             travelling.append((exchange, own, slices))
             if len(travelling) > _AHEAD:
                 self._end_chunk(deadline, op, *travelling.popleft())
+                agreed = True
         for chunk_on_its_way in travelling:
             self._end_chunk(deadline, op, *chunk_on_its_way)
 
@@ -482,18 +488,6 @@ class Hierarchy(OneByOne):
             exchange.start()
             exchange.finish(deadline)
         self.local.barrier(timeout=deadline.left())
-
-
-def _likely_reason(mine: Call, theirs: Call) -> str:
-    sites = sorted({mine.site, theirs.site})
-    if mine.what != theirs.what and len(sites) == 1:
-        return f"the same line, {sites[0]}, gets other tensors or arguments on some ranks"
-    if words(mine) == words(theirs) and mine.number == theirs.number and len(sites) == 1:
-        return f"the same line, {sites[0]}, differs in the sizes of its parts or in its root"
-    return (
-        f"compare {' with '.join(sites)}; all ranks of a group must make the same calls in the "
-        "same order (look for a condition on the rank, or a loop that runs more often)"
-    )
 
 
 def _partial(op: ReduceOp) -> ReduceOp:
