@@ -18,6 +18,7 @@ def lost():
 @pytest.fixture
 def patrol(lost):
     patrol = Patrol(lambda: None, 0.01, lost.is_set)
+    patrol.start()
     yield patrol
     patrol.close()
 

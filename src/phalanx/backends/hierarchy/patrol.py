@@ -32,6 +32,9 @@ class Patrol:
         self._errands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         thread = threading.Thread(target=self._walk, name="phalanx-warden", daemon=True)
         self._thread = bystanders.mark(thread)
+
+    def start(self) -> None:
+        """Begin, once what the rounds need is there."""
         self._thread.start()
 
     def _walk(self) -> None:

@@ -97,6 +97,7 @@ class Warden:
         self._heart = heart.start(self._store, f"beat/{self._mine}")
         self._store.add("log", 0)
         self._patrol = Patrol(self._look, _LOOK, self.is_lost)
+        self._patrol.start()
 
     def host_of(self, rank: int) -> str:
         """Return the name of a rank's host."""
