@@ -302,8 +302,7 @@ void Group::judge(Passage& passage, std::span<const int> missing, WaitFacts& fac
   for (int rank : missing) facts.needs.add(board_->world_rank(rank));
   // A step of a larger operation is told how much time is left of that: it is not the user's wish.
   const bool has_own_timeout = passage.call.timeout >= 0 && !passage.call.whole[0];
-  facts.blocked =
-      passage.meeting && !missing.empty() && !ends_by_itself(timeout, has_own_timeout);
+  facts.blocked = passage.meeting && !missing.empty() && !ends_by_itself(timeout, has_own_timeout);
   auto verdict = passage.waiter.update(facts);
   if (passage.meeting) check_deadlock(passage, verdict);
   if (!passage.deadline.passed()) return;
@@ -385,10 +384,10 @@ void Group::throw_given_up(Passage& passage) {
                                        : "\n  not arrived: " + board_->world_ranks(missing) +
                                              describe_absent(*board_, missing);
   passage.titled = true;
-  throw Failure(kind, given_up + " on " + board_->title() +
-                          " was given up; rank " + std::to_string(board_->world_rank(rank_)) +
-                          " is in " + passage.posting.describe() + " at " + passage.call.site +
-                          who + absent + (whole ? "\nthe group can still be used" : ""));
+  throw Failure(kind, given_up + " on " + board_->title() + " was given up; rank " +
+                          std::to_string(board_->world_rank(rank_)) + " is in " +
+                          passage.posting.describe() + " at " + passage.call.site + who + absent +
+                          (whole ? "\nthe group can still be used" : ""));
 }
 
 std::byte* Group::inline_area(int rank, uint64_t clock, uint64_t sequence, size_t bytes) const {

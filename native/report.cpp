@@ -126,7 +126,8 @@ std::string likely_reason(const Board& board, std::vector<Party> parties) {
     return who + (one ? " is" : " are") + " one call ahead: " + most.site +
            " was called once less than on the other ranks (look at how often that loop runs)";
   if (a.kind() != b.kind() || most.site != few.site) {
-    if (a.kind() == b.kind() && most.what == few.what) return who + " came from another line: " + sites;
+    if (a.kind() == b.kind() && most.what == few.what)
+      return who + " came from another line: " + sites;
     return who + " took another branch: " + sites +
            "; all ranks of a group must make the same calls in the same order (look for a "
            "condition on the rank or on data that differs)";
@@ -209,9 +210,8 @@ std::string mismatch_report(const Board& board, uint64_t sequence) {
   for (auto& party : parties) table.add({board.world_ranks(party.ranks), party.what, party.site});
   std::string reason = misfit(board, sequence);
   if (reason.empty()) reason = likely_reason(board, parties);
-  return board.posting(0, sequence).title() +
-         " on " + board.title() + " does not match across ranks" + table.text() + "\n" + reason +
-         "\nno tensor was changed";
+  return board.posting(0, sequence).title() + " on " + board.title() +
+         " does not match across ranks" + table.text() + "\n" + reason + "\nno tensor was changed";
 }
 
 std::string describe_absent(const Board& board, std::span<const int> ranks) {
