@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -201,6 +202,7 @@ def test_a_job_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_several_jobs_must_be_told_apart(
     hanging: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    gc.collect()  # worlds of earlier tests, which this process would be a part of
     with running("threads", tmp_path / "threads") as other:
         names = [look_until(pid, lambda job: True).name for pid in (hanging, other)]
         for arguments in (["why"], ["top", str(os.getpid())]):  # who started both
