@@ -16,7 +16,8 @@ def check_in(store: Store, rank: int, world_size: int, timeout: Timeout) -> None
 
     Every rank calls it once with a store (or a `PrefixStore`) that no other world uses. If ranks
     disagree on the world size, or two claim one rank, or a rank is out of range, every rank raises
-    the same `DistError`. A rank does a fixed number of store operations, however large the world.
+    the same `DistError`. While all come soon, a rank does a fixed number of store operations,
+    however large the world.
     """
 
     complaint = ""

@@ -1,8 +1,8 @@
 """Gloo as a wire.
 
-A wait that expires makes Gloo close all connections of the group, so nothing here waits with a
-deadline; deadlines are kept above. A receive that is too small for its message ends the process,
-so frames come first and say how long a payload is.
+A wait that expires makes Gloo close all connections of the group, so nothing here waits for Gloo
+with a deadline; deadlines are kept above. A receive that is too small for its message ends the
+process, so frames come first and say how long a payload is.
 
 Gloo sends a payload when its receiver has said that it is ready. On the connection on which that
 one's own payloads travel, this word would wait for them: each direction has connections of its own.

@@ -14,13 +14,11 @@ from multiprocessing.process import BaseProcess
 from typing import IO, Any, NamedTuple
 
 import phalanx
-from phalanx.launch.life import failed, heed_environment, packed_result, unpack_task
+from phalanx.launch.life import DUMP_STACKS, failed, heed_environment, packed_result, unpack_task
 from phalanx.launch.parcels import main_as_it_is
 from phalanx.launch.processes import of_program, starting
 from phalanx.testing.hosts import namespaces
 from phalanx.testing.hosts.programs import ALL, Process, Program, content, scratch
-
-_DUMP_STACKS = signal.SIGUSR2
 
 
 class Task(NamedTuple):
@@ -56,7 +54,7 @@ class FunctionProgram(Program):
 
     def stacks(self) -> str:
         """Return where its threads stand."""
-        self.send_signal(_DUMP_STACKS)
+        self.send_signal(DUMP_STACKS)
         text, limit = b"", time.monotonic() + 1
         # It is all there when it stops growing.
         while time.monotonic() < limit and (not text or text != content(self._stacks)):
@@ -127,7 +125,7 @@ def _be_rank(
     os.environ.clear()
     os.environ.update(env)
     heed_environment()
-    faulthandler.register(_DUMP_STACKS, file=stacks, all_threads=True)
+    faulthandler.register(DUMP_STACKS, file=stacks, all_threads=True)
     with os.fdopen(result, "wb") as file:
         file.write(_outcome(task))
 
