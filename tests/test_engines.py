@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from functools import partial
 
@@ -41,6 +42,9 @@ def make_gloo(rank, size, shared):
 def test_gloo_keeps_the_contract(size):
     before = threading.active_count()
     check_backend(make_gloo, [size])
+    deadline = time.monotonic() + 30
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)  # threads that have been told to end
     assert threading.active_count() <= before
 
 
@@ -86,19 +90,39 @@ def test_everything_runs_on_gloo(ranks):
         assert received == (True, [float((rank - 1) % 3)])
 
 
-def be_killed():
+def be_killed(numel: int, late: bool):
     if dist.get_rank() == 2:
         os.kill(os.getpid(), signal.SIGKILL)
-    dist.all_reduce(torch.ones(50_000))
+    if late:
+        time.sleep(0.5)
+    dist.all_reduce(torch.ones(numel))
 
 
-def test_a_dead_rank_is_named_by_the_others():
-    results = on_gloo(be_killed, 3, ranks="processes", return_exceptions=True)
+@pytest.mark.parametrize("numel", [10, 50_000])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_dead_rank_is_named_by_the_others(numel, late):
+    results = on_gloo(be_killed, 3, numel, late, ranks="processes", return_exceptions=True)
     for error in results[:2]:
         assert isinstance(error, dist.PeerFailed)
-        for fact in ("connection to rank 2 is gone", "all_reduce(SUM, float32 x 50000) #1"):
+        for fact in ("connection to rank 2 is gone", f"all_reduce(SUM, float32 x {numel}) #1"):
             assert fact in str(error)
         assert "test_engines.py" in str(error)
+
+
+def test_a_rank_that_only_sends_hears_that_the_others_are_out_of_step():
+    def body():
+        tensor = torch.ones(100_000)
+        with pytest.raises(dist.CollectiveMismatch) as caught:
+            if dist.get_rank() == 0:
+                dist.broadcast(tensor, 0)
+            elif dist.get_rank() == 1:
+                dist.broadcast(tensor[1:], 0)
+            else:
+                dist.reduce(tensor, 1)
+        return str(caught.value)
+
+    for said in on_gloo(body, 3, group_timeout=30):
+        assert "broadcast(" in said
 
 
 def test_who_leaves_and_who_fails_is_told():
@@ -583,8 +607,8 @@ def test_errors_of_a_process_group_of_torchs_are_ours():
     in_threads(body, 2)
 
 
-def lose_a_peer():
-    """Be a rank on torch's own Gloo; one of two is killed."""
+def lose_a_peer(late: bool):
+    """Be a rank on torch's own Gloo; one of two is killed, before the other's call if late."""
     import torch.distributed as theirs
 
     def create(store, rank, size, timeout):
@@ -595,14 +619,18 @@ def lose_a_peer():
     dist.barrier(group)
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if late:
+        time.sleep(0.5)
     dist.recv(torch.ones(1), 1, group=group)
 
 
-def test_any_backend_that_is_registered_with_torch_can_be_used():
-    survivor, _ = run_ranks(lose_a_peer, 2, ranks="processes", return_exceptions=True)
+@pytest.mark.parametrize("late", [False, True])
+def test_any_backend_that_is_registered_with_torch_can_be_used(late):
+    survivor, _ = run_ranks(lose_a_peer, 2, late, ranks="processes", return_exceptions=True)
     assert isinstance(survivor, dist.PeerFailed)
     assert "recv from rank 1 on rank 0" in str(survivor)
     assert "(other)" in str(survivor)
+    assert "in lose_a_peer" in str(survivor)
 
 
 def test_torch_distributed_is_imported_when_it_is_needed():

@@ -61,8 +61,9 @@ class DirectEngine(GroupBackend):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Work | None:
-        started = self._start("send", [tensor.detach().contiguous()], dst, tag)
-        return self._end(f"send to rank {self._named(dst)}", [started], [tensor], timeout, async_op)
+        what = f"send to rank {self._named(dst)}"
+        started = self._start(what, "send", [tensor.detach().contiguous()], dst, tag)
+        return self._end(what, [started], [tensor], timeout, async_op)
 
     def recv(
         self,
@@ -75,11 +76,11 @@ class DirectEngine(GroupBackend):
     ) -> Work | int:
         whole = _Whole([tensor])
         if src is None:
-            started = self._start("recv_anysource", whole.parts, tag)
             what = "recv from any rank"
+            started = self._start(what, "recv_anysource", whole.parts, tag)
         else:
-            started = self._start("recv", whole.parts, src, tag)
             what = f"recv from rank {self._named(src)}"
+            started = self._start(what, "recv", whole.parts, src, tag)
         work = self._work(what, [started], [tensor], timeout, whole, src)
         if async_op:
             return work
@@ -92,7 +93,7 @@ class DirectEngine(GroupBackend):
         self, tensor: Tensor, root: int, *, timeout: float | None = None, async_op: bool = False
     ) -> Work | None:
         whole = _Whole([tensor])
-        started = self._broadcast_of(whole.parts[0], root)
+        started = self._broadcast_of("broadcast", whole.parts[0], root)
         self._issued += 1
         return self._end("broadcast", [started], [tensor], timeout, async_op, whole)
 
@@ -108,7 +109,7 @@ class DirectEngine(GroupBackend):
         whole = _Whole([tensor])
         told = self._classes.AllreduceOptions()
         told.reduceOp = self._op(op)
-        started = self._start("allreduce", whole.parts, told)
+        started = self._start("all_reduce", "allreduce", whole.parts, told)
         self._issued += 1
         if squares is not None:
             reduction.check_squares(squares, tensor)
@@ -130,7 +131,7 @@ class DirectEngine(GroupBackend):
         # Engines may use the tensor of a rank that is not the root as scratch.
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         outputs = _Whole([tensor], [copy]) if self.rank == root else None
-        started = self._reduce_of(copy, root, op)
+        started = self._reduce_of("reduce", copy, root, op)
         self._issued += 1
         return self._end("reduce", [started], [tensor], timeout, async_op, outputs)
 
@@ -146,10 +147,13 @@ class DirectEngine(GroupBackend):
         given = input.detach().contiguous()
         if all(output.shape == given.shape for output in outputs):
             told = self._classes.AllgatherOptions()
-            started = [self._start("allgather", [whole.parts], [given], told)]
+            started = [self._start("all_gather", "allgather", [whole.parts], [given], told)]
         else:
             whole.parts[self.rank].copy_(given.reshape(whole.parts[self.rank].shape))
-            started = [self._broadcast_of(part, root) for root, part in enumerate(whole.parts)]
+            started = [
+                self._broadcast_of("all_gather", part, root)
+                for root, part in enumerate(whole.parts)
+            ]
         self._issued += 1
         return self._end("all_gather", started, outputs, timeout, async_op, whole)
 
@@ -160,7 +164,8 @@ class DirectEngine(GroupBackend):
         parts = list(whole.parts[0].view(self.size, input.numel()).unbind(0))
         self._issued += 1
         given = input.detach().reshape(-1)
-        started = self._start("allgather", [parts], [given], self._classes.AllgatherOptions())
+        told = self._classes.AllgatherOptions()
+        started = self._start("all_gather_single", "allgather", [parts], [given], told)
         return self._end("all_gather_single", [started], [output], timeout, async_op, whole)
 
     def gather(
@@ -177,7 +182,7 @@ class DirectEngine(GroupBackend):
         told.rootRank = root
         given = input.detach().contiguous()
         received = [whole.parts] if self.rank == root else []
-        started = self._start("gather", received, [given], told)
+        started = self._start("gather", "gather", received, [given], told)
         self._issued += 1
         return self._end("gather", [started], outputs or (), timeout, async_op, whole)
 
@@ -194,7 +199,7 @@ class DirectEngine(GroupBackend):
         told = self._classes.ScatterOptions()
         told.rootRank = root
         given = [[each.detach().contiguous() for each in inputs or ()]] if inputs else []
-        started = self._start("scatter", whole.parts, given, told)
+        started = self._start("scatter", "scatter", whole.parts, given, told)
         self._issued += 1
         return self._end("scatter", [started], [output], timeout, async_op, whole)
 
@@ -209,7 +214,9 @@ class DirectEngine(GroupBackend):
     ) -> Work | None:
         copies = [each.detach().clone(memory_format=torch.contiguous_format) for each in inputs]
         self._issued += 1
-        started = [self._reduce_of(copy, root, op) for root, copy in enumerate(copies)]
+        started = [
+            self._reduce_of("reduce_scatter", copy, root, op) for root, copy in enumerate(copies)
+        ]
         whole = _Whole([output], [copies[self.rank]])
         return self._end("reduce_scatter", started, [output], timeout, async_op, whole)
 
@@ -226,8 +233,9 @@ class DirectEngine(GroupBackend):
         told = self._classes.ReduceScatterOptions()
         told.reduceOp = self._op(op)
         given = input.detach().contiguous().reshape(-1)
+        taken = whole.parts[0].reshape(-1)
         self._issued += 1
-        started = self._start("_reduce_scatter_base", whole.parts[0].reshape(-1), given, told)
+        started = self._start("reduce_scatter_single", "_reduce_scatter_base", taken, given, told)
         return self._end("reduce_scatter_single", [started], [output], timeout, async_op, whole)
 
     def all_to_all(
@@ -245,7 +253,7 @@ class DirectEngine(GroupBackend):
         sent = torch.cat(given)
         told = self._classes.AllToAllOptions()
         sizes = [each.numel() for each in given]
-        started = self._start("alltoall_base", received, sent, counts, sizes, told)
+        started = self._start("all_to_all", "alltoall_base", received, sent, counts, sizes, told)
         self._issued += 1
         whole.parts = list(torch.split(received, counts))
         return self._end("all_to_all", [started], outputs, timeout, async_op, whole)
@@ -266,20 +274,20 @@ class DirectEngine(GroupBackend):
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Work | None:
         self._issued += 1
-        started = self._start("barrier", self._classes.BarrierOptions())
+        started = self._start("barrier", "barrier", self._classes.BarrierOptions())
         return self._end("barrier", [started], (), timeout, async_op)
 
     # What they are made of
 
-    def _broadcast_of(self, tensor: Tensor, root: int) -> Any:
+    def _broadcast_of(self, what: str, tensor: Tensor, root: int) -> Any:
         told = self._classes.BroadcastOptions()
         told.rootRank = root
-        return self._start("broadcast", [tensor], told)
+        return self._start(what, "broadcast", [tensor], told)
 
-    def _reduce_of(self, tensor: Tensor, root: int, op: ReduceOp) -> Any:
+    def _reduce_of(self, what: str, tensor: Tensor, root: int, op: ReduceOp) -> Any:
         told = self._classes.ReduceOptions()
         told.rootRank, told.reduceOp = root, self._op(op)
-        return self._start("reduce", [tensor], told)
+        return self._start(what, "reduce", [tensor], told)
 
     def _op(self, op: ReduceOp) -> Any:
         if op.factor is not None:
@@ -289,14 +297,15 @@ class DirectEngine(GroupBackend):
     def _named(self, peer: int) -> int:
         return self.global_ranks[peer]
 
-    def _start(self, name: str, *args: Any) -> Any:
+    def _start(self, what: str, method: str, *args: Any) -> Any:
+        """Call a method of torch's group; errors say what it was for."""
         if self._group is None or self._reason:
             why = self._reason or "the group was closed"
-            raise DistBackendError(f"{name} on {self._me()}: {why}")
+            raise DistBackendError(f"{self._title(what)}: {why}")
         try:
-            return getattr(self._group, name)(*args)
+            return getattr(self._group, method)(*args)
         except RuntimeError as error:
-            raise self._translated(name, error) from error
+            raise self._translated(self._title(what), error) from error
 
     def _work(
         self,
@@ -308,9 +317,7 @@ class DirectEngine(GroupBackend):
         source: int | None = None,
     ) -> TorchWork:
         limit = self.timeout if timeout is None else timeout
-        site = sites.here()
-        title = f"{what} on {self._me()}{f', {site}' if site else ''}"
-        return TorchWork(self, title, started, outputs, limit, whole, source)
+        return TorchWork(self, self._title(what), started, outputs, limit, whole, source)
 
     def _end(
         self,
@@ -327,19 +334,22 @@ class DirectEngine(GroupBackend):
         work.wait()
         return None
 
-    def _me(self) -> str:
-        return f"rank {self.global_ranks[self.rank]} of group {self._group_id!r} ({self.name})"
+    def _title(self, what: str) -> str:
+        """Return an operation as messages name it: with the rank, the group and the line."""
+        site = sites.here()
+        me = f"rank {self.global_ranks[self.rank]} of group {self._group_id!r} ({self.name})"
+        return f"{what} on {me}{f', {site}' if site else ''}"
 
-    def _translated(self, what: str, error: BaseException) -> DistBackendError:
+    def _translated(self, title: str, error: BaseException) -> DistBackendError:
         """Return an engine's error as one of ours."""
         text = str(error).partition("\n")[0]
         if self._reason:
-            return DistBackendError(f"{what}: {self._reason}")
+            return DistBackendError(f"{title}: {self._reason}")
         if any(word in text.lower() for word in _GONE):
-            return PeerFailed(f"{what}: another rank has died or cannot be reached ({text})")
+            return PeerFailed(f"{title}: another rank has died or cannot be reached ({text})")
         if any(word in text.lower() for word in _LATE):
-            return DistTimeout(f"{what}: {text}; the group cannot be used any more")
-        return DistBackendError(f"{what}: {text}")
+            return DistTimeout(f"{title}: {text}; the group cannot be used any more")
+        return DistBackendError(f"{title}: {text}")
 
     def watch(self, started: Any, done: threading.Event, errors: list[BaseException]) -> None:
         """Have an event come when an operation of the engine has ended."""

@@ -92,13 +92,13 @@ class GlooWire(Wire):
         try:
             sent.append(_unseen(partial(self._to(dst).send, [frame], dst, _FRAMES)))
         except RuntimeError as error:
-            raise PeerFailed(f"rank {dst} of the group is gone: {_first_line(error)}") from error
+            raise PeerFailed(_first_line(error)) from error
         if len(sent) > _IN_FLIGHT:
             oldest = [sent.popleft() for _ in range(_IN_FLIGHT // 2)]
             if not self._wait_for(oldest).wait(self._timeout):
                 raise DistTimeout(
-                    f"rank {dst} of the group has taken nothing for {self._timeout:g} s: it is "
-                    "stopped, or cannot be reached"
+                    f"has taken nothing for {self._timeout:g} s: it is stopped, or cannot be "
+                    "reached"
                 )
 
     def _wait_for(self, works: list[Any]) -> threading.Event:

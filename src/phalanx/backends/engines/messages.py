@@ -62,7 +62,7 @@ class MessageEngine(Collectives):
         self._wire = wire
         self._mailbox = Mailbox(self.rank, self.size)
         self._locks = [threading.Lock() for _ in range(self.size)]
-        self._offers: set[Pending] = set()
+        self._offers: dict[Pending, int] = {}  # what is sent and not taken yet, with its tag
         self._closed = False
         _open_engines.add(self)
         wire.start(self._deliver, self._lost)
@@ -102,12 +102,17 @@ class MessageEngine(Collectives):
         if dst == self.rank:
             frame = Frame(frames.MESSAGE, tag, num_bytes, 0, label, frames.read(tensor))
             self._deliver(self.rank, frame)
-        elif frames.fits(num_bytes, label):
+            return CompletedWork([tensor])
+        try:
+            if not frames.fits(num_bytes, label):
+                return self._offer(tensor, dst, tag, label, what, timeout)
             data = frames.read(tensor)
             with self._locks[dst]:
                 self._post(frames.MESSAGE, dst, tag, num_bytes, 0, label, data)
-        else:
-            return self._offer(tensor, dst, tag, label, what, timeout)
+        except PeerFailed as error:
+            raise self._cause(dst, tag, str(error)).error(what()) from error
+        except DistTimeout as error:
+            raise DistTimeout(f"{what()}: rank {self.global_ranks[dst]} {error}") from error
         return CompletedWork([tensor])
 
     def _offer(
@@ -124,10 +129,9 @@ class MessageEngine(Collectives):
         expired = self._step_expired if tag == COLLECTIVE else self._send_expired
         work = Pending(what, tensor, limit, self._wire.stall, expired)
         data = frames.as_bytes(tensor)
-        self._offers.add(work)
 
         def end(why: str) -> None:
-            self._offers.discard(work)
+            self._offers.pop(work, None)
             if not why:
                 work.finish()
             else:
@@ -136,7 +140,10 @@ class MessageEngine(Collectives):
         with self._locks[dst]:
             number = self._wire.number(dst)
             self._post(frames.MESSAGE, dst, tag, data.nbytes, number, label, b"")
+            self._offers[work] = tag
             self._wire.offer(data, dst, number, end)
+        if (failure := self._mailbox.obstacle(tag)) is not None:
+            work.give_up(failure)
         return work
 
     def _post(self, kind: int, dst: int, *fields: Any) -> None:
@@ -323,7 +330,7 @@ class MessageEngine(Collectives):
             self._mailbox.lose(source, Failure(PeerFailed, self._failures[rank], True))
         elif frame.kind == frames.OUT_OF_STEP:
             kind = getattr(errors, frame.label.decode())
-            self._mailbox.end_collectives(Failure(kind, f"rank {rank} is out of step: {reason}"))
+            self._end_collectives(Failure(kind, f"rank {rank} is out of step: {reason}"))
         else:
             kind = getattr(errors, frame.label.decode())
             self._break_off(Failure(kind, f"rank {rank} has ended the group: {reason}"))
@@ -356,6 +363,12 @@ class MessageEngine(Collectives):
         for work in list(self._offers):
             work.give_up(failure)
 
+    def _end_collectives(self, failure: Failure) -> None:
+        self._mailbox.end_collectives(failure)
+        for work, tag in list(self._offers.items()):
+            if tag == COLLECTIVE:
+                work.give_up(failure)
+
     def _tell(self, kind: int, reason: str = "", label: bytes = b"") -> None:
         data = reason.encode()[: frames.FRAME_BYTES // 2]
         for peer in self._others():
@@ -374,7 +387,7 @@ class MessageEngine(Collectives):
         if self._closed or self._mailbox.obstacle(COLLECTIVE) is not None:
             return
         text = f"the group has no collectives any more: {reason}"
-        self._mailbox.end_collectives(Failure(kind, text))
+        self._end_collectives(Failure(kind, text))
         self._tell(frames.OUT_OF_STEP, reason, kind.__name__.encode())
 
     def fail(self, reason: str) -> None:

@@ -29,7 +29,10 @@ class Wire(ABC):
 
     @abstractmethod
     def send(self, frame: Tensor, dst: int) -> None:
-        """Send a frame, which is the wire's from now on."""
+        """Send a frame, which is the wire's from now on.
+
+        PeerFailed says why there is no peer, DistTimeout what the peer has failed to do.
+        """
 
     @abstractmethod
     def number(self, dst: int) -> int:
