@@ -112,13 +112,13 @@ def test_a_dead_rank_is_named_by_the_others(numel, late):
 def test_a_rank_that_only_sends_hears_that_the_others_are_out_of_step():
     def body():
         tensor = torch.ones(100_000)
+        calls = [
+            partial(dist.broadcast, tensor, 0),
+            partial(dist.broadcast, tensor[1:], 0),
+            partial(dist.reduce, tensor, 1),
+        ]
         with pytest.raises(dist.CollectiveMismatch) as caught:
-            if dist.get_rank() == 0:
-                dist.broadcast(tensor, 0)
-            elif dist.get_rank() == 1:
-                dist.broadcast(tensor[1:], 0)
-            else:
-                dist.reduce(tensor, 1)
+            calls[dist.get_rank()]()
         return str(caught.value)
 
     for said in on_gloo(body, 3, group_timeout=30):
