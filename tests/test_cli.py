@@ -87,7 +87,7 @@ def test_top_answers_keys(hanging: int) -> None:
 def test_top_lets_choose_among_jobs(hanging: int, tmp_path: Path) -> None:
     with running("threads", tmp_path) as other:
         names = [look_until(pid, lambda job: True).name for pid in (hanging, other)]
-        with Terminal("top") as terminal:
+        with Terminal("top", lines=300) as terminal:  # worlds of other tests are listed too
             terminal.until("watch which one?", *names)
             terminal.press("\r")
             terminal.until("RANK", "sort: rank")  # of one of them, or of another test for a moment
