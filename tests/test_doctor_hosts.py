@@ -60,7 +60,7 @@ def test_hosts_that_are_well():
     assert any("all 6 ways between 3 hosts" in finding["fact"] for finding in findings)
     for code, findings in others:
         assert code == 0
-        assert findings[0]["fact"] == "3 of 3 hosts have met on host0"
+        assert findings[0]["fact"] == "all 3 hosts have met on host0"
 
 
 @needs_hosts

@@ -39,13 +39,14 @@ def _meeting(names: Sequence[str], reports: Sequence[Report]) -> Verdicts:
     missing = [names[each] for each in range(len(names)) if each not in there]
     if missing:
         yield (
-            {0},
+            set(there),
             problem(
                 f"{', '.join(missing)} did not come to {names[0]} in time",
                 "run the same command there at the same time (--wait), and see what it says",
             ),
         )
-    yield set(there), good(f"{len(there)} of {len(names)} hosts have met on {names[0]}")
+    else:
+        yield set(there), good(f"all {len(names)} hosts have met on {names[0]}")
 
 
 def _same(names: Sequence[str], reports: Sequence[Report]) -> Verdicts:
