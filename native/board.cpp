@@ -105,12 +105,13 @@ void Board::attend(int rank, bool creator, const std::string& site, double timeo
   Spin spin(false);
   auto look = [&](bool costly) {
     check_broken();
-    auto deadlock = waiter.verdict();
     WaitFacts facts = wait_facts(Op::Barrier, name(), what, site.c_str(), started);
     facts.making = true;
     std::vector<int> absent = missing();
-    std::string end = deadlock ? "" : first_obituary(absent, costly);
-    if (!end.empty() && missing() == absent)
+    std::string end = first_obituary(absent, costly);
+    // After who has ended: a peer that fails over a deadlock does so when all have a verdict.
+    auto deadlock = waiter.verdict();
+    if (!deadlock && !end.empty() && missing() == absent)
       throw Failure(Kind::PeerFailed, what + " at " + site + ": " + end);
     if (!costly && !deadlock) return;
     for (int peer : absent) facts.needs.add(world_rank(peer));

@@ -283,8 +283,11 @@ void Group::look(Passage& passage, bool costly) {
   if (missing.empty())
     for (int rank = 0; rank < size(); ++rank)
       if (!board_->obituary(rank, true).empty()) gone.push_back(rank);
-  if (!gone.empty())
+  if (!gone.empty()) {
+    // Again: a peer that fails over a deadlock does so when all have a verdict.
+    if (passage.meeting) check_deadlock(passage, passage.waiter.verdict());
     throw Failure(Kind::PeerFailed, board_->first_obituary(gone, true) + uneven(passage, gone));
+  }
   if (broken) throw *broken;  // told by another, as this rank does not see it from here
   try {
     judge(passage, missing, facts);

@@ -81,8 +81,9 @@ def _announced(options: BackendOptions, roster: _native.Roster, members: Sequenc
                 options.store.wait(["board"], min(deadline.left(), _LOOK))
             if options.store.check(["board"]):
                 return _ticket(str(options.store.get("board").decode()), what, creator)
-            waiting.check()
-            if end := roster.obituary(creator, ask_system=True):
+            end = roster.obituary(creator, ask_system=True)
+            waiting.check()  # after that: who fails over a deadlock does so when all know of it
+            if end:
                 raise PeerFailed(f"{what}: {end}")
             if deadline.left() <= 0:
                 raise DistTimeout(

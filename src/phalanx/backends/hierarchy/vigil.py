@@ -106,7 +106,11 @@ class Vigil:
         check()
         if self._closed.is_set():
             raise DistBackendError("the group has been closed by its own rank")
-        self._warden.check(self.group, number, [self.global_ranks[rank] for rank in needs])
+        try:
+            self._warden.check(self.group, number, [self.global_ranks[rank] for rank in needs])
+        except DistBackendError:
+            check()  # who fails over a deadlock does so when all know of it
+            raise
 
     @contextmanager
     def explained(self, needs: Sequence[int], number: int = 0) -> Iterator[None]:
