@@ -4,10 +4,22 @@ from functools import partial
 
 import pytest
 import pytest_timeout
+import torch
 from _pytest.pytester import SysModulesSnapshot
 
 from phalanx.testing import memory
 from phalanx.testing.ranks import run_ranks
+
+
+@pytest.fixture(autouse=True)
+def _same_number_of_threads():
+    """Leave torch's number of threads, on which the last bits of sums depend, to the next test.
+
+    A rank's `torch.set_num_threads` holds for threads that come later, not for this one.
+    """
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(params=[memory.MemoryBackend.name, "phalanx"])

@@ -201,9 +201,7 @@ def _train_a_network() -> list[torch.Tensor]:
 
 
 def test_threads_and_processes_agree_to_the_bit():
-    num_threads = torch.get_num_threads()
     threads = run_ranks(_train_a_network, 2)
-    torch.set_num_threads(num_threads)
     processes = run_ranks(_train_a_network, 2, ranks="processes")
     for result in (*threads[1:], *processes):
         assert all(torch.equal(a, b) for a, b in zip(result, threads[0], strict=True))
