@@ -257,11 +257,11 @@ std::optional<Failure> Board::broken_for(Op op) const {
   return failure;
 }
 
-void Board::check_usable(Op op) const {
+void Board::check_usable(Op op, int rank, const std::string& site) const {
   if (auto failure = broken_for(op))
     throw Failure(
         failure->kind,
-        std::string(phalanx::name(op)) + " on " + title() +
+        phalanx::name(op) + caption(rank, site) +
             ": the group cannot be used any more since an earlier failure; make a new "
             "one of the ranks that are left (new_group, shrink_group). The failure was:\n" +
             failure->what());

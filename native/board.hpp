@@ -83,7 +83,8 @@ class Board {
   std::optional<Failure> broken() const;
   std::optional<Failure> broken_for(Op op) const;  // if that keeps such an operation from ending
   void check_broken() const;                       // throws what broke it, if anything did
-  void check_usable(Op op) const;                  // the same, for calls that come later
+  // The same, for calls that come later.
+  void check_usable(Op op, int rank, const std::string& site) const;
 
   // Memory that all ranks of the group can reach, and how to name and find it.
   Block allocate(size_t bytes) const {

@@ -107,12 +107,14 @@ class Search {
   std::vector<Rank> ranks_;
 };
 
+// Whoever tells of a deadlock for longer has died over it.
+constexpr int64_t kLong = 1'000'000'000;
+
 void tell(const Roster& roster, const std::vector<BlockedWait>& waits, const std::string& text) {
   auto& count = roster.header().deadlocks;
   auto& since = roster.header().telling_since_ns;
   uint32_t before = count.load();
   // Somebody else tells them, or has just done so; or has died over it.
-  constexpr int64_t kLong = 1'000'000'000;
   if (before % 2 && now_ns() - since > kLong) count.compare_exchange_strong(before, before + 1);
   if (before % 2 || !count.compare_exchange_strong(before, before + 1)) return;
   since = now_ns();
@@ -274,6 +276,9 @@ void Waiter::drop_verdict() {
 
 std::optional<std::string> Waiter::verdict() const {
   if (!wait_ || wait_->doom.load() != since_ns_) return {};
+  // Not before all have been told: to the last the end of the first would be news.
+  const RosterHeader& header = roster_.header();
+  if (header.deadlocks.load() % 2 && now_ns() - header.telling_since_ns < kLong) return {};
   const DeadlockReport& report = roster_.header().reports[wait_->report % 4];
   std::string text(report.text, std::min<size_t>(report.length, sizeof report.text));
   return report.number == wait_->report ? text : "ranks wait for each other and none can go on";

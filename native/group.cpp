@@ -40,7 +40,10 @@ Group::~Group() {
 }
 
 void Group::run(Call& call) {
-  board_->check_usable(call.op);
+  // Who has not heard of a peer's end learns of it in this call, as if it had come just before.
+  auto broken = board_->broken();
+  if (heard_ || (broken && broken->kind != Kind::PeerFailed))
+    board_->check_usable(call.op, rank_, call.site);
   const auto start = Clock::now();
   size_t item = item_size(call.dtype);
 
@@ -110,12 +113,13 @@ void Group::run(Call& call) {
         exchange(passage);
     }
   } catch (const Failure& failure) {
+    heard_ |= board_->broken().has_value();
     // Others are told the same reason, each for its own call.
     conclude(passage, failure.kind == Kind::Mismatch ? Progress::Mismatch : Progress::Failed);
     if (failure.kind == Kind::Mismatch)
       call.lent = false;  // agreed by all: nobody touches anything
     else if (posted_)
-      board_->break_up(failure.kind, failure.what() + ("\n  found by " + headline(passage)));
+      break_up(failure.kind, failure.what() + ("\n  found by " + headline(passage)));
     if (call.lent) board_->park(std::make_shared<decltype(call.scratch)>(std::move(call.scratch)));
     // What is one event for all reads the same on all.
     if (failure.kind == Kind::Mismatch || passage.titled) throw;
@@ -123,14 +127,19 @@ void Group::run(Call& call) {
   } catch (...) {
     conclude(passage, Progress::Interrupted);
     if (posted_)
-      board_->break_up(Kind::PeerFailed, board_->roster().title(board_->world_rank(rank_)) +
-                                             " was interrupted in the middle of " +
-                                             passage.posting.describe() + " at " + call.site);
+      break_up(Kind::PeerFailed, board_->roster().title(board_->world_rank(rank_)) +
+                                     " was interrupted in the middle of " +
+                                     passage.posting.describe() + " at " + call.site);
     if (call.lent) board_->park(std::make_shared<decltype(call.scratch)>(std::move(call.scratch)));
     throw;
   }
   conclude(passage, Progress::Done);
   for (auto& [output, data] : strided_outputs) unpack(output.data, data, *output.layout, item);
+}
+
+void Group::break_up(Kind kind, const std::string& why) {
+  heard_ = true;
+  board_->break_up(kind, why);
 }
 
 // After a meeting that was given up this rank may be far ahead of one that slept through it, and
@@ -232,15 +241,13 @@ void Group::await(Passage& passage) {
     while (next < size() && (next == rank_ || reached(next))) ++next;
     return next == size();
   };
-  auto door = [&] {
-    return int32_t(board_->door().load(std::memory_order_acquire) - uint32_t(clock_)) >= 0;
-  };
+  auto open = [&] { return is_open(); };
   auto on_look = [&](bool costly) { look(passage, costly); };
   if (board_->crowded()) {
     // Woken all at once, ranks would only fight for the few cores (and threads for the
     // interpreter): each that wakes lets the next one in. Sleepers wake in the order in which they
     // lay down, so none is passed over.
-    if (wait_until(board_->bell(), spin_, passage.deadline, door, on_look)) board_->bell().ring(1);
+    if (wait_until(board_->bell(), spin_, passage.deadline, open, on_look)) board_->bell().ring(1);
   } else {
     wait_until(board_->bell(), spin_, passage.deadline, everybody, on_look);
   }
@@ -251,6 +258,11 @@ bool Group::same_digests() const {
   for (int rank = 0; rank < size(); ++rank)
     if (board_->seat(rank).lines[clock_ & 1].digest != mine) return false;
   return true;
+}
+
+bool Group::is_open() const {
+  // Acquire: what all have written before they reached it can be read.
+  return int32_t(board_->door().load(std::memory_order_acquire) - uint32_t(clock_)) >= 0;
 }
 
 bool Group::agreed() const {
@@ -267,7 +279,10 @@ void Group::look(Passage& passage, bool costly) {
   auto broken = board_->broken();
   if (passage.meeting) {
     check_deadlock(passage, passage.waiter.verdict());
-    if (!broken && board_->is_given_up(clock_)) throw_given_up(passage);
+    if (!broken && board_->is_given_up(clock_)) {
+      check_deadlock(passage, passage.waiter.verdict());  // perhaps over one, told meanwhile
+      throw_given_up(passage);
+    }
   }
   if (broken && broken->kind != Kind::PeerFailed) throw *broken;  // whoever said so may be gone
   if (!costly && !broken) return;
@@ -280,9 +295,12 @@ void Group::look(Passage& passage, bool costly) {
     // Looked at again: it may have arrived here as its last deed.
     if (!board_->obituary(rank, true).empty() && !reached(rank)) gone.push_back(rank);
   // All have arrived and yet the door is shut: the last one may have ended on its threshold.
-  if (missing.empty())
+  if (missing.empty()) {
+    if (!board_->crowded()) return;  // all have come since the wait was looked at
     for (int rank = 0; rank < size(); ++rank)
       if (!board_->obituary(rank, true).empty()) gone.push_back(rank);
+    if (is_open()) return;  // and was, perhaps, before they ended
+  }
   if (!gone.empty()) {
     // Again: a peer that fails over a deadlock does so when all have a verdict.
     if (passage.meeting) check_deadlock(passage, passage.waiter.verdict());

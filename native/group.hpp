@@ -116,6 +116,7 @@ class Group {
   bool arrive(bool compare);
   void await(Passage& passage);
   bool same_digests() const;
+  bool is_open() const;  // the door of a crowded board: all have reached this meeting
   bool agreed() const;
   void look(Passage& passage, bool costly);
   void judge(Passage& passage, std::span<const int> missing, WaitFacts& facts);
@@ -123,6 +124,7 @@ class Group {
   void conclude(Passage& passage, Progress how);
   void await_readers(Passage& passage);
   bool give_up(Passage& passage, Progress how);
+  void break_up(Kind kind, const std::string& why);
   [[noreturn]] void throw_given_up(Passage& passage);
   bool reached(int rank) const { return board_->reached(rank, clock_); }
   std::string headline(const Passage& passage) const;
@@ -143,6 +145,7 @@ class Group {
   std::string name_;
   trace::Tap tap_;
   bool posted_ = false;  // the others count on this rank: a failure now breaks the group
+  bool heard_ = false;   // this rank has raised that the group is broken
   uint64_t met_ = 0;     // clock at the end of the last operation that was not given up
   bool ahead_ = false;   // the last meeting was given up: others may not have come that far
   Spin spin_;

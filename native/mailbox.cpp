@@ -135,7 +135,7 @@ void Mailbox::count_outbox(int by) {
 }
 
 void Mailbox::start(const std::shared_ptr<Delivery>& delivery, bool linger) {
-  board_->check_usable(delivery->op);
+  board_->check_usable(delivery->op, rank_, delivery->site);
   size_t bytes = delivery->bytes();
   bool strided = delivery->view.layout != nullptr;
   if (strided) delivery->dense.reset(new std::byte[std::max<size_t>(bytes, 1)]);

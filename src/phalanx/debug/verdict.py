@@ -27,9 +27,9 @@ def rank_list(ranks: set[int] | list[int]) -> str:
 def wait_of(job: Job, rank: Rank) -> Wait | None:
     """Return what a rank waits for, or None if it can act.
 
-    A rank that is stopped or gone waits for nobody: nothing that others do can move it.
+    A rank that is stopped or has ended waits for nobody: nothing that others do can move it.
     """
-    if not rank.alive or rank.stopped or rank.presence != "here":
+    if not rank.alive or rank.ended or rank.stopped or rank.presence != "here":
         return None
     mine = [wait for wait in rank.waits if not wait.lane]
     if not mine:

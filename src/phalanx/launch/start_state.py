@@ -32,7 +32,7 @@ from phalanx.trace.recorder import VARIABLE as TRACE
 from phalanx_autoload import REPLACE
 
 # How long threads may take to end once the function of their rank has.
-_ENDING = 0.2
+_ENDING = 2.0
 
 # What lasts until the process ends once a variable has asked for it.
 _FOR_LIFE = (REPLACE, TRACE)

@@ -24,9 +24,9 @@ from phalanx.process import signal_name
 
 # Once a rank has failed, the others may end by themselves, and say what they saw of it, for so
 # many seconds; then they are asked to (SIGTERM), and some seconds later they are killed.
-ALONE, ASKED = 2.0, 5.0
+ALONE, ASKED = 3.0, 5.0
 # Ranks that have run out of time may take so long to show where they stand.
-SHOWN = 0.5
+SHOWN = 2.0
 # An unfinished line is shown if it stays so that long.
 MOMENT = 0.05
 # After Ctrl-C or SIGTERM, ranks may take so long to put their things in order.

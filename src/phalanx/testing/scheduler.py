@@ -60,6 +60,7 @@ class Task:
         self.is_patient = self.is_seen = True
         self.has_expired = self.gives_way = False
         self.part: Callable[[], None] | None = None
+        self.is_of_pool = False  # which may have no thread for it for long
         self.ident = self.native = 0
         self.baton = _thread.allocate_lock()
         self.baton.acquire()
@@ -125,6 +126,7 @@ class Scheduler:
         with self._lock:
             number = sum(task.rank == rank for task in self._tasks)
             task = Task(rank, number, self.random.random())
+            task.is_of_pool = thread is None
             self._tasks.append(task)
             if thread is not None:
                 self._by_thread[thread] = task
@@ -317,8 +319,8 @@ class Scheduler:
 
 def _position(task: Task) -> object:
     """Say where a thread stands; something else each time while it is not blocked."""
-    if task.ident == 0:  # it has not begun: perhaps the threads of its pool are busy
-        return "nowhere"
+    if task.ident == 0:  # it has not begun
+        return "nowhere" if task.is_of_pool else object()
     frame = sys._current_frames().get(task.ident)
     facts = _facts(task)
     if frame is None or not facts.get("State", "").startswith("S"):
