@@ -12,6 +12,7 @@ from functools import partial
 
 import pytest
 import torch
+from words import listen, tell
 
 import phalanx as dist
 from phalanx import world
@@ -91,7 +92,9 @@ def test_everything_runs_on_gloo(ranks):
 
 
 def be_killed(numel: int, late: bool):
+    tell("here")  # all have made the group, not only those that were quick
     if dist.get_rank() == 2:
+        listen("here", 3)
         os.kill(os.getpid(), signal.SIGKILL)
     if late:
         time.sleep(0.5)
@@ -188,7 +191,7 @@ def test_running_out_of_time_in_a_collective_ends_the_collectives_of_a_group():
     late = threading.Event()
 
     def body():
-        group = dist.new_group(timeout=0.2)
+        group = dist.new_group()
         if dist.get_rank() == 1:
             late.wait(30)
             with suppress(dist.DistBackendError):  # what rank 0 gave to it may have come
@@ -196,6 +199,7 @@ def test_running_out_of_time_in_a_collective_ends_the_collectives_of_a_group():
             with pytest.raises(dist.DistBackendError, match="rank 0 is out of step"):
                 dist.all_reduce(torch.ones(1), group=group)
         else:
+            group.set_timeout(0.2)
             with pytest.raises(dist.DistTimeout, match=r"waiting for rank 1.* 0.2 s.*any more"):
                 dist.all_reduce(torch.ones(1), group=group)
             late.set()
@@ -235,16 +239,18 @@ def test_a_waiting_rank_can_be_interrupted():
     def interrupt(*_):
         raise InterruptedError
 
+    def alarmed(call, *args):
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        call(*args)
+
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with world.bind(world.Slot()):
             dist.init_process_group("gloo", store=store, rank=0, world_size=2)
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
             with pytest.raises(InterruptedError):
-                dist.recv(torch.ones(1), 1)
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
+                alarmed(dist.recv, torch.ones(1), 1)
             with pytest.raises(InterruptedError):
-                dist.barrier()
+                alarmed(dist.barrier)
             over.set()
             dist.destroy_process_group()
     finally:

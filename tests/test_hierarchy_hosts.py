@@ -187,7 +187,7 @@ def test_the_end_of_a_program_is_quick_and_quiet(tmp_path, ending, first):
     program.write_text(LEAVES)
     with Hosts(2, ranks=1, shared=[tmp_path]) as hosts:
         job = hosts.start([sys.executable, program, ending, first])
-        assert job.wait(20) == ["", ""]
+        assert job.wait(60) == ["", ""]
         assert all(each.stderr == "" for each in job.programs)
 
 
@@ -195,7 +195,7 @@ def keep_the_others_waiting():
     dist.barrier()
     if dist.get_rank() == 2:
         print("going", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     dist.all_reduce(torch.ones(4))
 
 
@@ -223,6 +223,7 @@ def test_a_look_from_outside_tells_who_is_on_another_host():
 
 
 def raise_as_the_keeper_of_the_store():
+    dist.barrier()
     if dist.get_rank() == 0:
         raise ValueError("enough of it")
     dist.all_reduce(torch.ones(4))
@@ -251,7 +252,8 @@ def send_to_who_is_stopped():
 @needs_hosts
 def test_many_messages_to_a_rank_that_takes_none_end():
     with Hosts(2, ranks=1) as hosts:
-        job = hosts.start(send_to_who_is_stopped, backend="phalanx", group_timeout=2)
-        error = job.wait(20, return_exceptions=True)[0]
+        job = hosts.start(send_to_who_is_stopped, backend="phalanx", group_timeout=8)
+        job.programs[0].wait(60)
+        error = job.wait(1, return_exceptions=True)[0]
     assert isinstance(error, dist.PeerFailed | dist.DistTimeout)
     assert "send(float32[10000], tag=0) to rank 1" in str(error)

@@ -406,7 +406,7 @@ def test_garbage_after_the_handshake(garbage):
 
 
 def test_silent_and_slow_clients_are_dropped():
-    server = _native.StoreServer(HOST, 0, "", handshake=0.1, frame=0.1)
+    server = _native.StoreServer(HOST, 0, "", handshake=2, frame=0.1)
     core = _native.StoreClient(HOST, server.port, "", 30.0)
     with raw(server.port) as silent, raw(server.port) as slow:
         assert introduce(slow)
@@ -525,7 +525,8 @@ def test_nothing_is_left_behind():
         client(store.port).clone().get("a")
         del store
     gc.collect()
-    wait_until(lambda: (open_descriptors(), threads()) == before)
+    # Fewer, where something of an earlier test has ended meanwhile.
+    wait_until(lambda: open_descriptors() <= before[0] and threads() <= before[1])
 
 
 # A server whose process may have no more descriptors than it is told: soft, hard.

@@ -334,12 +334,7 @@ class Rank:
             return "  (it has not begun yet)"
         with suppress(ProcessLookupError):
             os.kill(self.pid, life.DUMP_STACKS)
-        text, limit = "", time.monotonic() + 1
-        # It is all there when it stops growing.
-        while time.monotonic() < limit and (not text or text != self.stacks.read_text()):
-            text = self.stacks.read_text()
-            time.sleep(0.02)
-        return of_program(text) or "  (it did not answer)"
+        return of_program(settled(self.stacks.read_text)) or "  (it did not answer)"
 
     def close(self) -> None:
         """Kill the process if it still runs, with what it has started."""
@@ -352,6 +347,20 @@ _CALLER = re.compile(
     r'/phalanx/((launch/life|testing/hosts/rank)\.py", line \d+ in _outcome'
     r'|testing/plugin/rank_process\.py", line \d+ in do)$'
 )
+
+
+def settled(read: Callable[[], str]) -> str:
+    """Return what can be read once it has begun and grows no longer; what there is after a while.
+
+    Stacks are written in many pieces.
+    """
+    text, times, limit = "", 0, time.monotonic() + 5
+    while times < 5 and time.monotonic() < limit:
+        now = read()
+        times = times + 1 if now and now == text else 0
+        text = now
+        time.sleep(0.02)
+    return text
 
 
 def of_program(stacks: str) -> str:

@@ -345,7 +345,7 @@ class DirectEngine(GroupBackend):
         text = str(error).partition("\n")[0]
         if self._reason:
             return DistBackendError(f"{title}: {self._reason}")
-        if any(word in text.lower() for word in _GONE):
+        if has_gone(error):
             return PeerFailed(f"{title}: another rank has died or cannot be reached ({text})")
         if any(word in text.lower() for word in _LATE):
             return DistTimeout(f"{title}: {text}; the group cannot be used any more")
@@ -376,6 +376,11 @@ class DirectEngine(GroupBackend):
             with suppress(RuntimeError):
                 group.shutdown()
             self._helpers.close(_CLOSE_SECONDS)
+
+
+def has_gone(error: BaseException) -> bool:
+    """Say whether an engine's error is about a connection whose other end is gone."""
+    return any(word in str(error).partition("\n")[0].lower() for word in _GONE)
 
 
 class TorchWork(Work):

@@ -95,7 +95,8 @@ class MessageEngine(Collectives):
         label: bytes,
         what: Callable[[], str],
     ) -> Work:
-        failure = self._mailbox.obstacle(tag) or self._mailbox.gone.get(dst)
+        gone = self._mailbox.gone.get(dst)
+        failure = self._mailbox.obstacle(tag) or gone  # read after that: it is said before
         if failure is not None:
             raise failure.error(what())
         num_bytes = tensor.nbytes
@@ -323,6 +324,8 @@ class MessageEngine(Collectives):
         rank = self.global_ranks[source]
         reason = frame.data.decode(errors="replace")
         if frame.kind == frames.LEAVING:
+            if frame.label:  # this may come before the word of who was out of step first
+                self._end_collectives(Failure(getattr(errors, frame.label.decode()), reason))
             failure = Failure(PeerFailed, f"rank {rank} has left the group")
             self._mailbox.lose(source, failure)
         elif frame.kind == frames.FAILED:
@@ -394,6 +397,7 @@ class MessageEngine(Collectives):
         if not self._closed:
             self._tell(frames.FAILED, reason)
             self._break_off(Failure(DistBackendError, f"this rank {reason}"))
+            self._wire.flush()
 
     def describe(self, rank: int) -> str:
         failure = self._mailbox.gone.get(rank)
@@ -404,7 +408,10 @@ class MessageEngine(Collectives):
             return
         self._closed = True
         _open_engines.discard(self)
-        self._tell(frames.LEAVING)
+        if (why := self._mailbox.out_of_step) is not None:
+            self._tell(frames.LEAVING, why.text, why.kind.__name__.encode())
+        else:
+            self._tell(frames.LEAVING)
         self._break_off(Failure(DistBackendError, f"the group was closed on {self._me()}"))
         super().close()
         self._wire.close()

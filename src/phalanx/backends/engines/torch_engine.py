@@ -15,11 +15,11 @@ from torch.distributed import distributed_c10d
 from phalanx import bystanders
 from phalanx.backends.base import GroupBackend
 from phalanx.backends.engines import addresses
-from phalanx.backends.engines.direct import DirectEngine
+from phalanx.backends.engines.direct import DirectEngine, has_gone
 from phalanx.backends.engines.gloo import GlooWire
 from phalanx.backends.engines.messages import MessageEngine
 from phalanx.backends.registry import BackendOptions
-from phalanx.errors import DistBackendError, DistError, DistNetworkError, DistTimeout
+from phalanx.errors import DistBackendError, DistError, DistNetworkError, DistTimeout, PeerFailed
 from phalanx.stores import PrefixStore
 from phalanx.types import Deadline
 
@@ -27,7 +27,7 @@ _td: Any = torch.distributed
 _c10d: Any = _distributed_c10d
 _state: Any = distributed_c10d
 
-_GRACE = 1.0  # for the thread that makes a group to say itself why it was not in time
+_GRACE = 5.0  # for the thread that makes a group to say itself why it was not in time
 _LOOK = 0.5  # seconds between looks at whether others have given up
 _SLOW = 3.0  # seconds after which connections that probes have found impossible are given up
 
@@ -181,6 +181,9 @@ def _within(options: BackendOptions, make: Callable[[], Any]) -> Any:
         text = f"{what}: not all ranks were connected within {options.timeout:g} s"
         why = addresses.complaint(options.store, options.group_size, options.group_id)
         raise DistTimeout(f"{text}; {why}" if why else text)
-    if isinstance(failed[0], RuntimeError) and not isinstance(failed[0], DistError):
-        raise DistBackendError(f"{what}: {failed[0]}") from failed[0]
-    raise failed[0]
+    error = failed[0]
+    if isinstance(error, RuntimeError) and not isinstance(error, DistError):
+        if has_gone(error):
+            raise PeerFailed(f"{what}: a rank died or left before all were connected ({error})")
+        raise DistBackendError(f"{what}: {error}") from error
+    raise error

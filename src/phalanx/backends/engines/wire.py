@@ -50,6 +50,9 @@ class Wire(ABC):
         """Wait for what the wire's work brings about; say whether it has come."""
         return gate.wait(seconds)
 
+    def flush(self) -> None:  # noqa: B027
+        """Give peers a moment to take the frames that were sent, as before the end of a process."""
+
     @abstractmethod
     def close(self) -> None:
         """Bring sent frames on their way, then end; what is still asked for is given up."""

@@ -66,12 +66,11 @@ class Vigil:
                     if deadline.left() <= 0:
                         self._expire(work, deadline.limit)
                         break
+                if (error := work.exception()) is not None:
+                    raise self._cause(error, needs, number, check)
         except BaseException:
             self._engine.withdraw(work)  # what comes now must not be written any more
             raise
-        error = work.exception()
-        if error is not None:
-            raise self._cause(error, needs, number)
 
     def _expire(self, work: Pending, limit: float) -> None:
         """Give a wait up, unless its message has begun to come and is soon here."""
@@ -120,7 +119,13 @@ class Vigil:
         except DistBackendError as error:
             raise self._cause(error, needs, number) from None
 
-    def _cause(self, error: BaseException, needs: Sequence[int], number: int) -> BaseException:
+    def _cause(
+        self,
+        error: BaseException,
+        needs: Sequence[int],
+        number: int,
+        check: Callable[[], None] = _nothing,
+    ) -> BaseException:
         """Return what to raise for an engine's error: what the other hosts say of its cause."""
         if isinstance(error, CollectiveMismatch) or not isinstance(error, DistBackendError):
             return _bare(error)
@@ -128,7 +133,7 @@ class Vigil:
         try:
             while time.monotonic() < limit:
                 # Another rank's end may be why the one that is needed is lost.
-                self.look([*needs, *self._engine.failed()], number)
+                self.look([*needs, *self._engine.failed()], number, check)
                 if type(error) is DistBackendError:
                     return _bare(error)  # of this rank's own
                 time.sleep(0.1)

@@ -152,21 +152,27 @@ class Warden:
 
         ``number`` is that of the collective that waits; 0 for a message.
         """
+        end = next((text for rank in needs if (text := self._end_of(rank, group))), "")
+        # Read after that: who breaks a group says so, and ends then.
         known = self._broken.get(group)
         if known is not None and known.concerns(number):
             raise known.kind(known.text)
-        for rank in needs:
-            end = self.roster.obituary(rank, True)
-            if not end and rank in self._left.get(group, ()):
-                end = (
-                    f"rank {rank} on host {self.host_of(rank)} has left this group "
-                    "(destroy_process_group, or the end of its program) and will not come"
-                )
-            if end:
-                raise PeerFailed(end)
+        if end:
+            raise PeerFailed(end)
         if self.is_lost():
             silence = f"the store has not answered for {self._heart.silence():.1f} s"
             raise StoreLost(f"{silence}: {self._why_lost()}")
+
+    def _end_of(self, rank: int, group: str) -> str:
+        """Say how a rank has ended, as far as a group is concerned."""
+        if end := self.roster.obituary(rank, True):
+            return str(end)
+        if rank in self._left.get(group, ()) or rank in self._closed:
+            return (
+                f"rank {rank} on host {self.host_of(rank)} has left this group "
+                "(destroy_process_group, or the end of its program) and will not come"
+            )
+        return ""
 
     def _why_lost(self) -> str:
         first, mine = self._names[self._order[0]], self._names[self._mine]
@@ -194,8 +200,9 @@ class Warden:
         told: dict[int, Account] = {}
         question = self._write(kind="ask", group=group)
         keys = {rank: f"doing/{question}/{rank}" for rank in ranks if rank != self.rank}
-        limit = time.monotonic() + _ANSWERS
-        while len(told) < len(keys) and time.monotonic() < limit and not self.is_lost():
+        for _ in range(round(_ANSWERS / (_LOOK / 4))):  # not by the clock, if this stalls itself
+            if len(told) == len(keys) or self.is_lost():
+                break
             time.sleep(_LOOK / 4)
             missing = {rank: key for rank, key in keys.items() if rank not in told}
             told |= self._patrol.do(partial(self._answers, missing)) or {}
@@ -293,8 +300,11 @@ class Warden:
         return ""
 
     def _has_ended(self, label: str) -> bool:
-        """Say whether all ranks of a host are known to have ended."""
-        return all(self.roster.obituary(rank, False) for rank in self._members[label])
+        """Say whether all ranks of a host are known to have ended, or to have left the world."""
+        return all(
+            rank in self._closed or self.roster.obituary(rank, False)
+            for rank in self._members[label]
+        )
 
     def _bury(self, label: str, silence: float) -> None:
         self._gone.add(label)

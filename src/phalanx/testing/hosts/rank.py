@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from datetime import timedelta
 from multiprocessing import reduction
 from multiprocessing.process import BaseProcess
@@ -16,7 +15,7 @@ from typing import IO, Any, NamedTuple
 import phalanx
 from phalanx.launch.life import DUMP_STACKS, failed, heed_environment, packed_result, unpack_task
 from phalanx.launch.parcels import main_as_it_is
-from phalanx.launch.processes import of_program, starting
+from phalanx.launch.processes import of_program, settled, starting
 from phalanx.testing.hosts import namespaces
 from phalanx.testing.hosts.programs import ALL, Process, Program, content, scratch
 
@@ -55,12 +54,8 @@ class FunctionProgram(Program):
     def stacks(self) -> str:
         """Return where its threads stand."""
         self.send_signal(DUMP_STACKS)
-        text, limit = b"", time.monotonic() + 1
-        # It is all there when it stops growing.
-        while time.monotonic() < limit and (not text or text != content(self._stacks)):
-            text = content(self._stacks)
-            time.sleep(0.02)
-        return of_program(text.decode(errors="replace")) or "  (it did not answer)"
+        text = settled(lambda: content(self._stacks).decode(errors="replace"))
+        return of_program(text) or "  (it did not answer)"
 
     def close(self) -> None:
         super().close()
