@@ -330,7 +330,8 @@ class TestContext:
         assert [process.daemon for process in context.processes] == [True]
         context.end()
 
-    def test_ranks_are_asked_to_end(self, tmp_path: Path) -> None:
+    def test_ranks_are_asked_to_end(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(processes, "_ASKED", 60)
         context = spawn(take_leave, (str(tmp_path),), nprocs=2, join=False)
         for rank in range(2):
             wait_for(0, str(tmp_path / f"here{rank}"))
