@@ -410,10 +410,13 @@ def _destroys_in_a_handler() -> str:
         dist.destroy_process_group()
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGALRM, handler)
-    with pytest.raises(KeyboardInterrupt):
+    def wait() -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.1)
         dist.barrier()
+
+    signal.signal(signal.SIGALRM, handler)
+    with pytest.raises(KeyboardInterrupt):
+        wait()
     return "destroyed"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -352,11 +353,15 @@ class TestContext:
 
 def test_nothing_is_left() -> None:
     spawn(place)  # what the first run sets up may stay
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
+    gc.collect()  # what others have left goes before it is counted
+    files, threads = len(os.listdir("/proc/self/fd")), {*threading.enumerate()}
     spawn(summed, (1,), nprocs=2, label=True)
     with pytest.raises(KeyError):
         spawn(fail_on, (0,), nprocs=2)
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+    for thread in {*threading.enumerate()} - threads:
+        thread.join(10)
+        assert not thread.is_alive(), f"{thread.name} is left"
+    assert len(os.listdir("/proc/self/fd")) <= files
     assert multiprocessing.active_children() == []
 
 

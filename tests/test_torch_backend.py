@@ -339,14 +339,18 @@ def _raise(*_):
     raise KeyboardInterrupt
 
 
+def _wait_until_interrupted(work):
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    work.wait()
+
+
 def _interrupted():
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         signal.signal(signal.SIGALRM, _raise)
         work = dist.all_reduce(torch.ones(4), async_op=True)
         with pytest.raises(KeyboardInterrupt):
-            signal.setitimer(signal.ITIMER_REAL, 0.2)
-            work.wait()
+            _wait_until_interrupted(work)
         # The operation ended with the wait, unless the group's own thread had begun it.
         given_up = work.is_completed()
         store.set("given up", str(given_up))

@@ -55,10 +55,12 @@ def state():
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left():
-    before, threads = state(), threading.active_count()
+    before, threads = state(), {*threading.enumerate()}
     yield
     assert state() == before
-    assert threading.active_count() == threads
+    for thread in {*threading.enumerate()} - threads:
+        thread.join(10)
+        assert not thread.is_alive(), f"{thread.name} is left"
     assert not dist.is_initialized()
 
 
