@@ -17,7 +17,7 @@ import torch
 
 import phalanx as dist
 from phalanx.debug import outside, verdict
-from phalanx.debug.outside import Job
+from phalanx.debug.outside import Job, Rank
 
 FOREVER = 300.0
 PROGRAMS = Path(__file__)
@@ -87,6 +87,27 @@ def look_until(pid: int, holds: Callable[[Job], bool]) -> Job:
                 return job
         assert time.monotonic() < limit, "it was not seen"
         time.sleep(0.05)
+
+
+def ranks_of_this_world() -> list[Rank]:
+    """Look, as one of them, at the ranks of a world, the youngest of this process."""
+    return outside.look([os.getpid()]).jobs[-1].ranks
+
+
+def once_waiting(needs: dict[int, int]) -> None:
+    """Return when each of these ranks is seen to wait for another, from where it will not move.
+
+    Whoever closes a cycle calls this first where the deadlock is to be told to others as well.
+    """
+
+    def waits(rank: Rank, needed: int) -> bool:
+        return any(wait.blocked and needed in wait.needs for wait in rank.waits)
+
+    while True:
+        ranks = ranks_of_this_world()
+        if all(waits(ranks[rank], needed) for rank, needed in needs.items()):
+            return
+        time.sleep(0.01)
 
 
 def waits_long(job: Job) -> bool:

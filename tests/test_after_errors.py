@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from outside_worlds import once_waiting
 
 import phalanx as dist
 from phalanx.testing import run_ranks
@@ -71,8 +72,8 @@ def _is_stopped_in_a_meeting(size: int) -> list[float]:
         with pytest.raises(dist.DistTimeout):
             dist.barrier()
     else:
-        time.sleep(0.3)
         if rank == 0:
+            once_waiting({size - 1: 0})
             os.kill(sleeper, signal.SIGSTOP)
         time.sleep(0.5)
         dist.all_reduce(total)

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from outside_worlds import once_waiting, ranks_of_this_world
 from trials.cases import deadlock_case
 from trials.verdicts import ranks_named
 
 import phalanx as dist
-from phalanx.debug import outside
 from phalanx.testing import run_ranks
 
 LARGE = 500_000  # elements of a message that waits for its receiver
@@ -47,27 +47,6 @@ def _deadlocks(
         for word in {*words, "test_deadlock.py:", f"in {body.__name__}"}:
             assert word in str(result), f"{word} is not in: {result}"
     return results
-
-
-def _ranks() -> list[outside.Rank]:
-    """Look at the ranks of this world, the youngest of this process."""
-    return outside.look([os.getpid()]).jobs[-1].ranks
-
-
-def _once_waiting(needs: dict[int, int]) -> None:
-    """Return when each of these ranks is seen to wait for another, from where it will not move.
-
-    Whoever closes a cycle calls this first where the deadlock is to be told to others as well.
-    """
-
-    def waits(rank: outside.Rank, needed: int) -> bool:
-        return any(wait.blocked and needed in wait.needs for wait in rank.waits)
-
-    while True:
-        ranks = _ranks()
-        if all(waits(ranks[rank], needed) for rank, needed in needs.items()):
-            return
-        time.sleep(0.01)
 
 
 def crossed_recv() -> None:
@@ -120,7 +99,7 @@ def test_a_large_send_to_one_that_is_in_a_collective_of_another_group() -> None:
 
 def never_reaches_the_barrier() -> None:
     if dist.get_rank() == 1:
-        _once_waiting({0: 1, 2: 1})
+        once_waiting({0: 1, 2: 1})
         dist.recv(torch.empty(1), 0)
     dist.barrier()
 
@@ -161,6 +140,7 @@ def waits_for_messages() -> None:
     if rank == 0:
         dist.isend(torch.ones(LARGE), 1).wait()
     elif rank == 1:
+        once_waiting({0: 1, 2: 0})
         dist.irecv(torch.empty(1), 2).wait()
     else:
         dist.broadcast(torch.ones(1), 0)
@@ -212,7 +192,7 @@ def some_make_a_group() -> None:
     if dist.get_rank() < 2:
         dist.barrier(dist.new_group([0, 1, 2]))
     else:
-        _once_waiting({0: 2, 1: 2})
+        once_waiting({0: 2, 1: 2})
         dist.all_reduce(torch.ones(1))
 
 
@@ -225,7 +205,7 @@ def first_does_not_make_the_group() -> None:
     if dist.get_rank() > 0:
         dist.new_group([0, 1, 2])
     else:
-        _once_waiting({1: 0, 2: 0})
+        once_waiting({1: 0, 2: 0})
         dist.all_reduce(torch.ones(1))
 
 
@@ -237,7 +217,7 @@ def waits_for_a_cycle() -> None:
     rank = dist.get_rank()
     whom = {0: 1, 1: 0, 2: 1, 3: 2}
     if rank == 0:
-        _once_waiting({each: whom[each] for each in (1, 2, 3)})
+        once_waiting({each: whom[each] for each in (1, 2, 3)})
     dist.recv(torch.empty(1), whom[rank])
 
 
@@ -251,7 +231,7 @@ def comes_after_a_cycle() -> None:
     if rank < 2:
         dist.recv(torch.empty(1), 1 - rank)
     else:
-        while all(each.presence == "here" for each in _ranks()):
+        while all(each.presence == "here" for each in ranks_of_this_world()):
             time.sleep(0.01)
         dist.barrier()
 
@@ -333,7 +313,7 @@ def test_messages_go_on_after_a_deadlock() -> None:
 def goes_on_with_collectives() -> None:
     rank = dist.get_rank()
     if rank == 0:
-        _once_waiting({1: 0, 2: 0})
+        once_waiting({1: 0, 2: 0})
         with pytest.raises(dist.Deadlock, match="barrier"):
             dist.recv(torch.empty(1), 1)
     else:

@@ -65,7 +65,7 @@ def _until_somebody_dies(seed: int, victim: int) -> tuple[str, str]:
 
 
 def _memory_files() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    return {name for name in os.listdir("/dev/shm") if "phalanx" in name}
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -164,6 +164,7 @@ def _times_out() -> None:
         assert isinstance(caught.value, TimeoutError)
         assert "all_reduce" in str(caught.value)
         assert "test_failures.py" in str(caught.value)
+        dist.group.WORLD.set_timeout(60)
         dist.send(torch.ones(1), 1)
     else:
         dist.recv(torch.empty(1), 0)
@@ -226,8 +227,8 @@ def test_a_message_of_another_size_is_refused(ranks: str) -> None:
 def _interrupted() -> str:
     if dist.get_rank() == 0:
         signal.signal(signal.SIGALRM, _raise_interrupt)
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
         try:
+            signal.setitimer(signal.ITIMER_REAL, 0.1)
             dist.barrier()
         except KeyboardInterrupt:
             return "interrupted"
@@ -409,10 +410,13 @@ def _destroys_in_a_handler() -> str:
         dist.destroy_process_group()
         raise KeyboardInterrupt
 
-    signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.1)
-    with pytest.raises(KeyboardInterrupt):
+    def wait() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
         dist.barrier()
+
+    signal.signal(signal.SIGALRM, handler)
+    with pytest.raises(KeyboardInterrupt):
+        wait()
     return "destroyed"
 
 

@@ -59,6 +59,10 @@ def _some_are_missing(missing: list[int], wait_all_ranks: bool) -> str:
     if rank in missing:
         listen("told", dist.get_world_size() - len(missing))
         return ""
+    if rank == 0:
+        listen("coming", dist.get_world_size() - len(missing) - 1)
+    else:
+        tell("coming")
     text = fails(None, SHORT if rank == 0 else LONG, wait_all_ranks)
     tell("told")
     return text
@@ -153,6 +157,8 @@ def test_it_works_in_a_part_of_the_world() -> None:
 
 
 def _group_timeout() -> str:
+    dist.barrier()
+    dist.group.WORLD.set_timeout(SHORT)
     if dist.get_rank() == 1:
         listen("told")
         return ""
@@ -162,7 +168,7 @@ def _group_timeout() -> str:
 
 
 def test_its_timeout_is_the_groups_by_default() -> None:
-    assert f"{SHORT:g} s" in run_ranks(_group_timeout, 2, group_timeout=SHORT)[0]
+    assert f"{SHORT:g} s" in run_ranks(_group_timeout, 2)[0]
 
 
 def _late_comers() -> str:
@@ -243,10 +249,12 @@ def test_a_dead_rank_is_named_at_once(
 def _on_another_operation() -> tuple[str, str]:
     """A rank that waits in a collective instead is missing, too."""
     if dist.get_rank() == 1:
+        tell("coming")
         try:
             dist.barrier(timeout=LONG)
         except dist.DistBackendError as error:
             return "barrier", str(error)
+    listen("coming")
     return "monitored", fails(timeout=SHORT)
 
 

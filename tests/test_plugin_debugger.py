@@ -12,7 +12,7 @@ from plugin_runs import HEAD, OPTIONS, PLUGIN
 pytest_plugins = ["pytester"]
 
 STOPS = """
-@pytest.mark.world(2, timeout=0.2)
+@pytest.mark.world(2, timeout=2)
 def test_it(rank):
     value = 40 + rank
     print("said by", rank)
@@ -26,10 +26,11 @@ def test_it(rank):
 
 
 class Typist(io.StringIO):
-    """Standard input from somebody who takes longer than any timeout of the tests."""
+    """Standard input from somebody who thinks longer than any timeout of the tests, and types."""
 
     def readline(self, *args):
-        threading.Event().wait(0.3)
+        if self.tell() == 0:
+            threading.Event().wait(2.5)
         return super().readline(*args)
 
 
@@ -127,7 +128,7 @@ def test_set_trace(pytester, call):
 
 def test_the_breakpoint_of_all_ranks(pytester):
     source = """
-@pytest.mark.world(2, timeout=0.2)
+@pytest.mark.world(2, timeout=2)
 def test_it(rank):
     value = 40 + rank
     dist.breakpoint(1)

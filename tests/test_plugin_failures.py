@@ -87,7 +87,7 @@ def test_who_comes_after_a_timeout_has_not_failed_too(pytester):
         """
 late = threading.Event()
 
-@pytest.mark.world(2, group_timeout=0.2)
+@pytest.mark.world(2, group_timeout=2)
 def test(rank):
     if rank == 1:
         late.wait()

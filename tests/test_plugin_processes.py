@@ -187,7 +187,7 @@ def test_exits_hard(rank):
 def test_exits(rank):
     raise SystemExit(4)
 
-@pytest.mark.world(2, ranks="processes", timeout=0.3)
+@pytest.mark.world(2, ranks="processes", timeout=3)
 def test_hangs(rank):
     if rank == 1:
         time.sleep(100)
@@ -242,7 +242,7 @@ def test_after_all(rank):
             "last words",
             "*rank 1 was killed by SIGKILL*",
             "*rank 1 exited with code 3 before its function ended*",
-            "rank 1 of 2 did not return within 0.3 s*",
+            "rank 1 of 2 did not return within 3 s*",
             '*test_one.py", line * in test_hangs',
             "*fixture 'lock' of test_one.py::test_fixture, of type lock, cannot be sent*",
             "*ranks='threads'*",
@@ -464,7 +464,7 @@ import time
 @pytest.mark.world(2, ranks="processes")
 def test_warms_up(): pass
 
-@pytest.mark.timeout(0.5)
+@pytest.mark.timeout(3)
 @pytest.mark.world(2, ranks="processes")
 def test_hangs(rank):
     if rank == 1:

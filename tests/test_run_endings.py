@@ -225,11 +225,11 @@ def test_timeout_says_where_ranks_stand(program: Written) -> None:
         "    time.sleep(1000)\n"
         "phalanx.barrier()\n"
     )
-    done = run("-n", 2, "--timeout", "10s", path)
+    done = run("-n", 2, "--timeout", "20s", path)
     assert done.returncode == 124
     assert f'[rank 1]   File "{path}", line 4' in done.stderr
     assert f"{path.name}:5" in done.stderr  # where rank 0 waits
-    assert "ranks 0, 1 did not end within 10 s" in done.stderr.splitlines()[-1]
+    assert "ranks 0, 1 did not end within 20 s" in done.stderr.splitlines()[-1]
 
 
 def test_processes_left_behind_are_ended_and_named() -> None:

@@ -339,14 +339,18 @@ def _raise(*_):
     raise KeyboardInterrupt
 
 
+def _wait_until_interrupted(work):
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    work.wait()
+
+
 def _interrupted():
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 0:
         signal.signal(signal.SIGALRM, _raise)
         work = dist.all_reduce(torch.ones(4), async_op=True)
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
         with pytest.raises(KeyboardInterrupt):
-            work.wait()
+            _wait_until_interrupted(work)
         # The operation ended with the wait, unless the group's own thread had begun it.
         given_up = work.is_completed()
         store.set("given up", str(given_up))
@@ -376,7 +380,7 @@ def _destroyed_by_a_handler():
     if dist.get_rank() == 0:
         signal.signal(signal.SIGALRM, lambda *_: dist.destroy_process_group())
         works = [dist.all_reduce(torch.ones(4), async_op=True) for _ in range(2)]
-        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        signal.setitimer(signal.ITIMER_REAL, 2)
         for work in works:
             with pytest.raises(dist.DistBackendError, match="destroyed"):
                 work.wait()

@@ -55,10 +55,12 @@ def state():
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left():
-    before, threads = state(), threading.active_count()
+    before, threads = state(), {*threading.enumerate()}
     yield
     assert state() == before
-    assert threading.active_count() == threads
+    for thread in {*threading.enumerate()} - threads:
+        thread.join(10)
+        assert not thread.is_alive(), f"{thread.name} is left"
     assert not dist.is_initialized()
 
 
@@ -283,10 +285,14 @@ def test_mismatches_deadlocks_and_timeouts():
         dist.recv(torch.ones(1), 1 - dist.get_rank())
 
     def late():
+        store = dist.distributed_c10d._get_default_store()
         if dist.get_rank() == 0:
-            dist.barrier()
+            try:
+                dist.barrier()
+            finally:
+                store.set("given up", "")
         else:
-            dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=0.5))
+            store.wait(["given up"], timedelta(seconds=60))
 
     def endless():
         while dist.get_rank() == 1:
@@ -297,9 +303,9 @@ def test_mismatches_deadlocks_and_timeouts():
     with pytest.raises(phalanx.Deadlock, match=r"test_torch_world\.py"):
         torch_world(2).run(deadlock)
     with pytest.raises(phalanx.DistTimeout, match="not arrived: rank 1"):
-        torch_world(2, group_timeout=0.2).run(late)
+        torch_world(2, group_timeout=2).run(late)
     with pytest.raises(phalanx.DistTimeout, match=r"(?s)rank 1 of 2 did not return.*in endless"):
-        torch_world(2, timeout=0.3).run(endless)
+        torch_world(2, timeout=3).run(endless)
 
 
 def test_groups_that_ranks_leave_behind_are_closed():

@@ -244,7 +244,8 @@ def mistakes(given_up):
     x = torch.ones(1 + dist.get_rank())
     with pytest.raises(dist.CollectiveMismatch):
         dist.all_reduce(x)
-    group = dist.new_group([0, 1], timeout=0.05)
+    group = dist.new_group([0, 1])
+    group.set_timeout(0.05)
     if dist.get_rank() == 0:
         with pytest.raises(dist.DistTimeout):
             dist.barrier(group)

@@ -1,4 +1,4 @@
-"""Rank 1 averages over the two groups it is in in another order than its peers."""
+"""Each pair of neighbours in a ring has a group, and all begin with the one on their right."""
 
 import torch
 
@@ -6,17 +6,13 @@ import phalanx as dist
 
 
 def train() -> None:
-    rank = dist.get_rank()
-    tensor_parallel = dist.new_group([0, 1], group_desc="tensor")
-    data_parallel = dist.new_group([1, 2, 0], group_desc="data")
-    activations, gradients = torch.ones(8), torch.ones(100)
-    if rank == 1:
-        dist.all_reduce(gradients, group=data_parallel)
-        dist.all_reduce(activations, group=tensor_parallel)
-    else:
-        if rank == 0:
-            dist.all_reduce(activations, group=tensor_parallel)
-        dist.all_reduce(gradients, group=data_parallel)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    pairs = [
+        dist.new_group([left, (left + 1) % size], group_desc=f"edge {left}") for left in range(size)
+    ]
+    edges = torch.ones(2, 100)
+    dist.all_reduce(edges[0], group=pairs[rank])
+    dist.all_reduce(edges[1], group=pairs[rank - 1])
 
 
 if __name__ == "__main__":

@@ -9,10 +9,12 @@ from phalanx.launch.processes import run_processes
 
 
 def save_checkpoint(weights: torch.Tensor) -> None:
-    time.sleep(3)  # a large model, a slow disk
+    time.sleep(4)  # a large model, a slow disk
 
 
 def train() -> None:
+    dist.barrier()  # all have started
+    dist.group.WORLD.set_timeout(2)  # seconds, instead of 30 minutes
     weights = torch.zeros(64)
     for step in range(4):
         gradients = torch.randn(64)
@@ -23,4 +25,4 @@ def train() -> None:
 
 
 if __name__ == "__main__":
-    run_processes(train, 2, timeout=1)
+    run_processes(train, 2)
