@@ -148,10 +148,13 @@ def be_ranks(numbers: range, size: int, port: int, link: Any) -> None:
     link.recv()
     for number in numbers:
         if number in dead:
-            ranks[number].shared["warden"].close()
+            ranks[number].shared["warden"].fall_silent()
+    limit = time.monotonic() + TIMEOUT
     for number in numbers:
         roster = ranks[number].shared["roster"]
         while number not in dead and not roster.obituary(dead[0], False):
+            if time.monotonic() > limit:
+                raise TimeoutError(f"rank {number} has not heard of the end of rank {dead[0]}")
             time.sleep(0.02)
     link.send("told")
     link.recv()

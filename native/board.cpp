@@ -220,10 +220,11 @@ std::vector<int> Board::ranks_behind(int rank) const {
   return behind;
 }
 
-void Board::break_up(Kind kind, const std::string& why) {
+void Board::break_up(Kind kind, const std::string& why, bool seen) {
   uint32_t whole = 0;
   if (!header().broken.compare_exchange_strong(whole, 1)) return;
   header().kind = uint32_t(kind);
+  header().seen = seen;
   header().why_length = uint32_t(std::min(why.size(), sizeof header().why));
   std::memcpy(header().why, why.data(), header().why_length);
   header().broken.store(2);
@@ -244,6 +245,12 @@ void Board::leave(int rank) {
 std::optional<Failure> Board::broken() const {
   if (header().broken.load(std::memory_order_acquire) != 2) return {};
   return Failure(Kind(header().kind), std::string(header().why, header().why_length));
+}
+
+std::optional<Failure> Board::decided() const {
+  auto failure = broken();
+  if (failure && failure->kind == Kind::PeerFailed && header().seen) return {};
+  return failure;
 }
 
 void Board::check_broken() const {

@@ -79,9 +79,10 @@ class Board {
 
   // Make the group unusable: every wait on it, now or later, raises this. The first caller's word
   // counts.
-  void break_up(Kind kind, const std::string& why);
+  void break_up(Kind kind, const std::string& why, bool seen = false);
   std::optional<Failure> broken() const;
   std::optional<Failure> broken_for(Op op) const;  // if that keeps such an operation from ending
+  std::optional<Failure> decided() const;          // if no end of a rank shows it
   void check_broken() const;                       // throws what broke it, if anything did
   // The same, for calls that come later.
   void check_usable(Op op, int rank, const std::string& site) const;

@@ -41,9 +41,7 @@ Group::~Group() {
 
 void Group::run(Call& call) {
   // Who has not heard of a peer's end learns of it in this call, as if it had come just before.
-  auto broken = board_->broken();
-  if (heard_ || (broken && broken->kind != Kind::PeerFailed))
-    board_->check_usable(call.op, rank_, call.site);
+  if (heard_ || board_->decided()) board_->check_usable(call.op, rank_, call.site);
   const auto start = Clock::now();
   size_t item = item_size(call.dtype);
 
@@ -119,7 +117,7 @@ void Group::run(Call& call) {
     if (failure.kind == Kind::Mismatch)
       call.lent = false;  // agreed by all: nobody touches anything
     else if (posted_)
-      break_up(failure.kind, failure.what() + ("\n  found by " + headline(passage)));
+      break_up(failure.kind, failure.what() + ("\n  found by " + headline(passage)), true);
     if (call.lent) board_->park(std::make_shared<decltype(call.scratch)>(std::move(call.scratch)));
     // What is one event for all reads the same on all.
     if (failure.kind == Kind::Mismatch || passage.titled) throw;
@@ -129,7 +127,8 @@ void Group::run(Call& call) {
     if (posted_)
       break_up(Kind::PeerFailed, board_->roster().title(board_->world_rank(rank_)) +
                                      " was interrupted in the middle of " +
-                                     passage.posting.describe() + " at " + call.site);
+                                     passage.posting.describe() + " at " + call.site,
+               false);
     if (call.lent) board_->park(std::make_shared<decltype(call.scratch)>(std::move(call.scratch)));
     throw;
   }
@@ -137,9 +136,9 @@ void Group::run(Call& call) {
   for (auto& [output, data] : strided_outputs) unpack(output.data, data, *output.layout, item);
 }
 
-void Group::break_up(Kind kind, const std::string& why) {
+void Group::break_up(Kind kind, const std::string& why, bool seen) {
   heard_ = true;
-  board_->break_up(kind, why);
+  board_->break_up(kind, why, seen);
 }
 
 // After a meeting that was given up this rank may be far ahead of one that slept through it, and
@@ -284,7 +283,7 @@ void Group::look(Passage& passage, bool costly) {
       throw_given_up(passage);
     }
   }
-  if (broken && broken->kind != Kind::PeerFailed) throw *broken;  // whoever said so may be gone
+  if (auto decided = board_->decided()) throw *decided;  // whoever said so may be gone
   if (!costly && !broken) return;
   WaitFacts facts = wait_facts(passage.call.op, name_, passage.posting.describe(),
                                passage.call.site, nanoseconds(passage.start));

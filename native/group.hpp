@@ -124,7 +124,7 @@ class Group {
   void conclude(Passage& passage, Progress how);
   void await_readers(Passage& passage);
   bool give_up(Passage& passage, Progress how);
-  void break_up(Kind kind, const std::string& why);
+  void break_up(Kind kind, const std::string& why, bool seen);
   [[noreturn]] void throw_given_up(Passage& passage);
   bool reached(int rank) const { return board_->reached(rank, clock_); }
   std::string headline(const Passage& passage) const;

@@ -191,6 +191,7 @@ struct BoardHeader {
   std::atomic<uint32_t> doubt;               // rank + 1 of one that is about to give up a meeting
   std::atomic<uint64_t> given_up_first, given_up_last;  // clocks of the last meetings given up
   uint32_t kind;
+  uint32_t seen;  // it was broken by the end of a rank, which all can see for themselves
   uint32_t why_length;
   char why[6000];
 };

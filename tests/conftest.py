@@ -1,5 +1,6 @@
 """Worlds for the tests of the public functions."""
 
+import signal
 from functools import partial
 
 import pytest
@@ -60,3 +61,14 @@ def _keep_libraries() -> None:
 
 
 _keep_libraries()
+
+
+def _take_signals() -> None:
+    """Let signals end what tests start, also where a shell or nohup has had them ignored."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, usual)
+
+
+_take_signals()

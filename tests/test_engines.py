@@ -313,6 +313,44 @@ def test_a_message_can_be_labelled_and_refused():
     assert on_gloo(body, 2)[1] == [(0, b"first"), (0, b"second")]
 
 
+def foresee(first, theirs):
+    """Exchange what both ranks foresee; rank ``first`` is there first."""
+    backend = world.here().default.backend
+    labels = []
+    for turn, count in enumerate([20_000, theirs if backend.rank else 30_000, 40_000]):
+        if backend.rank != first:
+            backend.recv(torch.empty(1), first, 1)
+        accept = [None, Failure(dist.CollectiveMismatch, "not this one")][turn == 1]
+        tensor = torch.zeros(count)
+        receipt = backend.recv(
+            tensor,
+            1 - backend.rank,
+            async_op=True,
+            accept=lambda source, frame, accept=accept: labels.append(frame.label) or accept,
+            foreseen=True,
+        )
+        if backend.rank == first:
+            backend.send(torch.ones(1), 1 - first, 1)
+        sent = torch.full((count,), turn + 1.0)
+        work = backend.send(
+            sent, 1 - backend.rank, async_op=True, label=b"%d" % turn, foreseen=True
+        )
+        if accept is None:
+            receipt.wait()
+            assert tensor.unique().tolist() == [turn + 1]
+        else:
+            with pytest.raises(dist.CollectiveMismatch, match="not this one"):
+                receipt.wait()
+        work.wait()
+    return labels
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("theirs", [30_000, 29_999])
+def test_what_both_ranks_foresee_is_told_apart_by_its_size(first, theirs):
+    assert on_gloo(foresee, 2, first, theirs) == [[b"0", b"1", b"2"]] * 2
+
+
 def message(source, tag=0, text=b"x"):
     return Arrival(source, frames.Frame(frames.MESSAGE, tag, len(text), 0, b"", text))
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -48,6 +49,28 @@ def test_collectives_that_differ_across_hosts():
     )
     assert len(set(texts)) == 1
     assert "\n  rank 2 on" in texts[0] or "\n  rank 3 on" in texts[0]
+
+
+def differ_in_what_is_foreseen(theirs):
+    """Bytes may come before the word of what they are: they must not get into the tensor."""
+    tensor = torch.full((300_000,), 7) if dist.get_rank() < 2 else theirs.clone()
+    given = tensor.clone()
+    try:
+        dist.all_reduce(tensor)
+    finally:
+        assert torch.equal(tensor, given)
+
+
+@pytest.mark.parametrize(
+    "theirs", [torch.ones(300_000, dtype=torch.float64), torch.ones(290_000, dtype=torch.int64)]
+)
+def test_large_tensors_that_differ_across_hosts(theirs):
+    all_say(
+        told(partial(differ_in_what_is_foreseen, theirs)),
+        dist.CollectiveMismatch,
+        "ranks 0, 1 on host host-a  all_reduce(int64[300000], SUM) #1",
+        f"ranks 2, 3 on host host-b  all_reduce({'f' if theirs.is_floating_point() else 'i'}",
+    )
 
 
 def differ_on_one():
@@ -162,14 +185,18 @@ def test_a_rank_that_raises_is_named_on_all_hosts(layout):
         assert str(error).startswith(f"all_reduce #2 on group 'world', rank {rank}, at test_hier")
 
 
-def leave():
+def leave(late):
     if dist.get_rank() == 3:
+        dist.destroy_process_group()
         return
+    time.sleep(late)  # a host that lives gives signs of it more often
     dist.all_reduce(torch.ones(4))
 
 
-def test_a_rank_that_leaves_is_named_on_all_hosts():
-    all_say(told(leave, "abcd")[:3], dist.PeerFailed, "rank 3 on host host-d has left this group")
+@pytest.mark.parametrize("late", [0, 4])
+def test_a_rank_that_leaves_is_named_on_all_hosts(late):
+    errors = told(partial(leave, late), "abcd")[:3]
+    all_say(errors, dist.PeerFailed, "rank 3 on host host-d has left this group")
 
 
 def receive_from_each_other():
@@ -182,6 +209,17 @@ def test_a_deadlock_of_messages():
     errors = told(receive_from_each_other)
     cycle = "cycle: rank 0 -> rank 3 -> rank 0"
     all_say([errors[0], errors[3]], dist.Deadlock, cycle, "everybody receives first", "at test_hie")
+
+
+def test_who_leaves_over_a_deadlock_is_no_news_to_the_others():
+    def body():
+        rank = dist.get_rank()
+        if rank in (0, 3):
+            with pytest.raises(dist.Deadlock):
+                dist.recv(torch.ones(5), 3 - rank)
+            dist.destroy_process_group()
+
+    on_hosts(body, "aabb")
 
 
 def receive_while_others_meet():

@@ -138,6 +138,16 @@ class Receipt(Pending):
     tag: int = 0
     accept: Callable[[int, Frame], Failure | None] | None = None
     matched = False  # its message has begun to come
+    number = 0  # of its payload, if that is foreseen
+    _parts = 0  # that have come: the frame of a foreseen payload, and the payload
+
+    def finish_part(self, source: int) -> None:
+        """Finish when all parts are here, in whichever order."""
+        with self._ending:
+            self._parts += 1
+            is_whole = self._parts == (2 if self.number else 1)
+        if is_whole:
+            self.finish(source)
 
     def is_awaited(self) -> bool:
         return not (self.matched or self.done.is_set())

@@ -49,6 +49,9 @@ class MessageEngine(Collectives):
     Beyond what every backend does, a message can have a ``label``, at most `frames.LABEL_BYTES`
     bytes that travel with it, and a receive can ``accept`` it: a function that gets the source and
     the frame before anything is written, and returns why the message is refused, or None.
+
+    What both ends know they will exchange next can be ``foreseen`` by both: then its bytes need not
+    wait until its frame has been read, and are written before ``accept`` is asked.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class MessageEngine(Collectives):
         self._mailbox = Mailbox(self.rank, self.size)
         self._locks = [threading.Lock() for _ in range(self.size)]
         self._offers: dict[Pending, int] = {}  # what is sent and not taken yet, with its tag
+        self._foreseen_to, self._foreseen_from = [0] * self.size, [0] * self.size  # how many
         self._closed = False
         _open_engines.add(self)
         wire.start(self._deliver, self._lost)
@@ -78,9 +82,10 @@ class MessageEngine(Collectives):
         timeout: float | None = None,
         async_op: bool = False,
         label: bytes = b"",
+        foreseen: bool = False,
     ) -> Work | None:
         what = functools.partial(self._title, "send to", dst, tag, sites.here())
-        work = self._sent(tensor, dst, tag, timeout, label, what)
+        work = self._sent(tensor, dst, tag, timeout, label, what, foreseen)
         if async_op:
             return work
         work.wait()
@@ -94,6 +99,7 @@ class MessageEngine(Collectives):
         timeout: float | None,
         label: bytes,
         what: Callable[[], str],
+        foreseen: bool = False,
     ) -> Work:
         gone = self._mailbox.gone.get(dst)
         failure = self._mailbox.obstacle(tag) or gone  # read after that: it is said before
@@ -105,8 +111,9 @@ class MessageEngine(Collectives):
             self._deliver(self.rank, frame)
             return CompletedWork([tensor])
         try:
-            if not frames.fits(num_bytes, label):
-                return self._offer(tensor, dst, tag, label, what, timeout)
+            number = self._foresee(self._foreseen_to, dst, num_bytes) if foreseen else 0
+            if number or not frames.fits(num_bytes, label):
+                return self._offer(tensor, dst, tag, label, what, timeout, number)
             data = frames.read(tensor)
             with self._locks[dst]:
                 self._post(frames.MESSAGE, dst, tag, num_bytes, 0, label, data)
@@ -124,6 +131,7 @@ class MessageEngine(Collectives):
         label: bytes,
         what: Callable[[], str],
         timeout: float | None,
+        number: int = 0,
     ) -> Pending:
         """Send a message in two parts: its frame, and the bytes when they are asked for."""
         limit = self.timeout if timeout is None else timeout
@@ -139,7 +147,7 @@ class MessageEngine(Collectives):
                 work.give_up(self._cause(dst, tag, why))
 
         with self._locks[dst]:
-            number = self._wire.number(dst)
+            number = number or self._wire.number(dst)
             self._post(frames.MESSAGE, dst, tag, data.nbytes, number, label, b"")
             self._offers[work] = tag
             self._wire.offer(data, dst, number, end)
@@ -159,9 +167,10 @@ class MessageEngine(Collectives):
         timeout: float | None = None,
         async_op: bool = False,
         accept: Accept | None = None,
+        foreseen: bool = False,
     ) -> Work | int:
         what = functools.partial(self._title, "recv from", src, tag, sites.here())
-        receipt = self._receipt(tensor, src, tag, timeout, accept, what)
+        receipt = self._receipt(tensor, src, tag, timeout, accept, what, foreseen)
         if async_op:
             return receipt
         receipt.wait()
@@ -175,14 +184,29 @@ class MessageEngine(Collectives):
         timeout: float | None,
         accept: Accept | None,
         what: Callable[[], str],
+        foreseen: bool = False,
     ) -> Receipt:
         limit = self.timeout if timeout is None else timeout
         receipt = Receipt(what, tensor.detach(), limit, self._wire.stall, self._recv_expired)
         receipt.source, receipt.tag, receipt.accept = src, tag, accept
+        if foreseen and src is not None:
+            receipt.number = self._foresee(self._foreseen_from, src, tensor.nbytes)
+            if receipt.number:
+                self._take(receipt, src, receipt.number)
         arrival = self._mailbox.post(receipt)
         if arrival is not None:
             self._bring(arrival, receipt)
         return receipt
+
+    def _foresee(self, counts: list[int], peer: int, num_bytes: int) -> int:
+        """Return the number of a foreseen payload; 0 if it travels in its frame, or as others do.
+
+        Nothing but the size decides that: it must be the same at both ends.
+        """
+        if frames.fits(num_bytes, bytes(frames.LABEL_BYTES)):
+            return 0
+        counts[peer] += 1
+        return self._wire.foreseen(counts[peer], num_bytes)
 
     def _bring(self, arrival: Arrival, receipt: Receipt) -> None:
         """Bring the bytes of a message where they belong, or refuse it."""
@@ -198,7 +222,7 @@ class MessageEngine(Collectives):
             )
         if failure is not None:
             # Its bytes must be taken all the same: the sender waits for that.
-            if frame.number:
+            if frame.number and frame.number != receipt.number:
                 waste = torch.empty(frame.num_bytes, dtype=torch.uint8)
                 self._wire.take(waste, source, frame.number, lambda why: None)
             receipt.give_up(failure)
@@ -207,19 +231,27 @@ class MessageEngine(Collectives):
             frames.write(tensor, frame.data)
             receipt.finish(source)
             return
+        if receipt.number:
+            receipt.finish_part(source)
+        else:
+            self._take(receipt, source, frame.number)
+
+    def _take(self, receipt: Receipt, source: int, number: int) -> None:
+        """Ask for the bytes of a message; it is complete when they, and its frame, are here."""
+        tensor = receipt.tensor
         whole = tensor.is_contiguous()
         buffer = frames.as_bytes(tensor if whole else torch.empty(tensor.shape, dtype=tensor.dtype))
 
         def end(why: str) -> None:
             if why:
-                receipt.give_up(self._cause(source, frame.tag, why))
+                receipt.give_up(self._cause(source, receipt.tag, why))
             else:
                 if not whole:
                     with torch.no_grad():
                         tensor.copy_(buffer.view(tensor.dtype).view(tensor.shape))
-                receipt.finish(source)
+                receipt.finish_part(source)
 
-        self._wire.take(buffer, source, frame.number, end)
+        self._wire.take(buffer, source, number, end)
 
     def unclaimed(self, tag: int) -> list[tuple[int, bytes]]:
         """Return the source and label of each message that has come and was not asked for."""

@@ -38,6 +38,14 @@ class Wire(ABC):
     def number(self, dst: int) -> int:
         """Return the number, from 1, of the next payload for a peer; none on its way has it."""
 
+    def foreseen(self, count: int, num_bytes: int) -> int:
+        """Return the number of a payload that its receiver asks for before its frame has come.
+
+        Both ends count these. No payload of another size has the number, so none can come in its
+        place. 0: this wire has nothing of the kind, or not for so many bytes.
+        """
+        return 0
+
     @abstractmethod
     def offer(self, payload: Tensor, dst: int, number: int, end: End) -> None:
         """Hold a payload ready for a peer; ``end("")`` when it has been taken, or why not."""

@@ -42,16 +42,23 @@ class Crossing:
         self._vigil = vigil
         self._differ = differ
 
-    def send(self, peer: int, call: Call, tensor: Tensor) -> Sending:
-        """Begin to send a flat tensor."""
+    def send(self, peer: int, call: Call, tensor: Tensor, foreseen: bool = False) -> Sending:
+        """Begin to send a flat tensor; ``foreseen`` if the peer asks for it unseen, as below."""
         with self._vigil.explained([peer], call.number):
-            work = self._engine.send(tensor, peer, _TAG, async_op=True, label=call.label())
+            work = self._engine.send(
+                tensor, peer, _TAG, async_op=True, label=call.label(), foreseen=foreseen
+            )
         return Sending(work, tensor, self._vigil, peer, call)
 
-    def receive(self, peer: int, call: Call, tensor: Tensor) -> Coming:
-        """Begin to receive a flat tensor."""
+    def receive(self, peer: int, call: Call, tensor: Tensor, foreseen: bool = False) -> Coming:
+        """Begin to receive a flat tensor.
+
+        ``foreseen``: its bytes may be written before it is known what they belong to.
+        """
         accept = partial(self._accept, call, tensor.nbytes)
-        work = self._engine.recv(tensor, peer, _TAG, async_op=True, accept=accept)
+        work = self._engine.recv(
+            tensor, peer, _TAG, async_op=True, accept=accept, foreseen=foreseen
+        )
         return Coming(cast(Receipt, work), self._vigil, peer, call)
 
     def stray(self, call: Call) -> str:

@@ -43,8 +43,8 @@ class Exchange:
         if len(self._peers) == 2:
             peer = self._peers[1 - self._host]
             theirs = torch.empty_like(self._buffer)
-            self._swap = self._crossing.receive(peer, self._call, theirs), theirs
-            self._give(peer)
+            self._swap = self._crossing.receive(peer, self._call, theirs, True), theirs
+            self._give(peer, True)
 
     def finish(self, deadline: Deadline) -> None:
         if self._swap is not None:
@@ -57,8 +57,8 @@ class Exchange:
         else:
             self._ring(deadline)
 
-    def _give(self, peer: int) -> None:
-        self._sending.append(self._crossing.send(peer, self._call, self._buffer))
+    def _give(self, peer: int, foreseen: bool = False) -> None:
+        self._sending.append(self._crossing.send(peer, self._call, self._buffer, foreseen))
 
     def _flush(self, deadline: Deadline) -> None:
         while self._sending:

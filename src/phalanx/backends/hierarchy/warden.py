@@ -338,6 +338,12 @@ class Warden:
         self._patrol.do(self._sign_off)
         self._patrol.close()
 
+    def fall_silent(self) -> None:
+        """Stop without a word, as when a host dies: for trials of what the others make of it."""
+        self._closing.set()
+        self._heart.stop()
+        self._patrol.close()
+
     def _sign_off(self) -> None:
         if self._store.add("closed", 1) == self._size:
             self._clear()
