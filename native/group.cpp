@@ -125,9 +125,10 @@ void Group::run(Call& call) {
   } catch (...) {
     conclude(passage, Progress::Interrupted);
     if (posted_)
-      break_up(Kind::PeerFailed, board_->roster().title(board_->world_rank(rank_)) +
-                                     " was interrupted in the middle of " +
-                                     passage.posting.describe() + " at " + call.site,
+      break_up(Kind::PeerFailed,
+               board_->roster().title(board_->world_rank(rank_)) +
+                   " was interrupted in the middle of " + passage.posting.describe() + " at " +
+                   call.site,
                false);
     if (call.lent) board_->park(std::make_shared<decltype(call.scratch)>(std::move(call.scratch)));
     throw;

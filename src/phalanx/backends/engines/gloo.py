@@ -32,9 +32,9 @@ from phalanx.errors import DistTimeout, PeerFailed
 _FOR_EVER = timedelta(days=365)
 _FRAMES = 0  # the tag of frames; payloads have their numbers, from 1
 _CLOSING = 0x7FFFFFFF  # the tag of a message that nobody sends
-# The tag of a payload that its receiver foresees: this bit, its size, and seven bits of its count.
+# The tag of a payload that its receiver foresees: this bit, its size, and six bits of its count.
 _FORESEEN = 1 << 30
-_LONGEST_FORESEEN = 1 << 22
+_LONGEST_FORESEEN = 1 << 23
 _AHEAD = 2  # frames that a peer can send before the first of them is read
 _IN_FLIGHT = 64  # frames to one peer before somebody looks whether it takes them
 _CLOSE_SECONDS = 5.0  # for peers to take the last frames
@@ -124,7 +124,7 @@ class GlooWire(Wire):
     def foreseen(self, count: int, num_bytes: int) -> int:
         if num_bytes > _LONGEST_FORESEEN:
             return 0
-        return _FORESEEN | num_bytes << 7 | count % 128
+        return _FORESEEN | num_bytes << 6 | count % 64
 
     def offer(self, payload: Tensor, dst: int, number: int, end: End) -> None:
         self._start(partial(self._to(dst).send, [payload], dst, number), end)

@@ -192,7 +192,7 @@ class MessageEngine(Collectives):
         if foreseen and src is not None:
             receipt.number = self._foresee(self._foreseen_from, src, tensor.nbytes)
             if receipt.number:
-                self._take(receipt, src, receipt.number)
+                self._fetch(receipt, src, receipt.number)
         arrival = self._mailbox.post(receipt)
         if arrival is not None:
             self._bring(arrival, receipt)
@@ -234,9 +234,9 @@ class MessageEngine(Collectives):
         if receipt.number:
             receipt.finish_part(source)
         else:
-            self._take(receipt, source, frame.number)
+            self._fetch(receipt, source, frame.number)
 
-    def _take(self, receipt: Receipt, source: int, number: int) -> None:
+    def _fetch(self, receipt: Receipt, source: int, number: int) -> None:
         """Ask for the bytes of a message; it is complete when they, and its frame, are here."""
         tensor = receipt.tensor
         whole = tensor.is_contiguous()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 SMALL = 32 << 10  # bytes up to which one rank per host speaks for all
-_SHORTEST_CHUNK, _LONGEST_CHUNK = 2 << 20, 4 << 20  # bytes
+_SHORTEST_CHUNK, LONGEST_CHUNK = 2 << 20, 4 << 20  # bytes
 _MESSAGE = 64 << 10  # bytes that take about as long to pass as a message has latency
 
 
@@ -12,7 +12,7 @@ def chunk_bytes(num_bytes: int) -> int:
 
     Several chunks let the network and the memory work at the same time; each costs messages.
     """
-    return min(max(num_bytes // 4, _SHORTEST_CHUNK), _LONGEST_CHUNK)
+    return min(max(num_bytes // 4, _SHORTEST_CHUNK), LONGEST_CHUNK)
 
 
 def doubling_messages(hosts: int) -> int:

@@ -14,6 +14,35 @@ from phalanx.backends.hierarchy.crossing import Coming, Crossing, Sending
 from phalanx.types import Deadline, ReduceOp
 
 
+class Scratch:
+    """Memory for parts of tensors, used again: that of fresh pages costs as much as a copy."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most  # bytes of what is kept
+        self._kept: list[Tensor] = []
+        self._lent: dict[int, Tensor] = {}  # by address
+
+    def take(self, like: Tensor) -> Tensor:
+        """Return a tensor of a flat tensor's size and dtype, with anything in it."""
+        if not like.nbytes:
+            return like
+        fitting = [i for i, room in enumerate(self._kept) if room.nbytes >= like.nbytes]
+        if fitting:
+            room = self._kept.pop(fitting[0])
+        else:
+            room = torch.empty(like.nbytes, dtype=torch.uint8)
+        self._lent[room.data_ptr()] = room
+        return room[: like.nbytes].view(like.dtype)
+
+    def give(self, tensor: Tensor) -> None:
+        """Take back what nobody uses any more."""
+        if not tensor.nbytes:
+            return
+        room = self._lent.pop(tensor.data_ptr())
+        if room.nbytes + sum(each.nbytes for each in self._kept) <= self._most:
+            self._kept.append(room)
+
+
 class Exchange:
     """Has one flat tensor reduced over hosts, in place. ``peers`` are its ranks by host.
 
@@ -29,7 +58,9 @@ class Exchange:
         buffer: Tensor,
         op: ReduceOp,
         call: Call,
+        scratch: Scratch,
     ) -> None:
+        self._scratch = scratch
         self._crossing = crossing
         self._peers = peers
         self._host = host
@@ -42,7 +73,7 @@ class Exchange:
     def start(self) -> None:
         if len(self._peers) == 2:
             peer = self._peers[1 - self._host]
-            theirs = torch.empty_like(self._buffer)
+            theirs = self._scratch.take(self._buffer)
             self._swap = self._crossing.receive(peer, self._call, theirs, True), theirs
             self._give(peer, True)
 
@@ -52,6 +83,7 @@ class Exchange:
             coming.wait(deadline)
             self._flush(deadline)
             self._combine(theirs, self._host > 0)
+            self._scratch.give(theirs)
         elif is_doubling_worth_it(len(self._peers), self._buffer.numel() * self._buffer.itemsize):
             self._double(deadline)
         else:

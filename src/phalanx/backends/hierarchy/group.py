@@ -18,7 +18,7 @@ from phalanx.backends import reduction
 from phalanx.backends.engines import sites
 from phalanx.backends.engines.calls import Call
 from phalanx.backends.engines.messages import MessageEngine
-from phalanx.backends.hierarchy.choices import SMALL, chunk_bytes
+from phalanx.backends.hierarchy.choices import LONGEST_CHUNK, SMALL, chunk_bytes
 from phalanx.backends.hierarchy.crossing import (
     HIDDEN,
     Crossing,
@@ -30,7 +30,7 @@ from phalanx.backends.hierarchy.crossing import (
     speaks_for_host,
     words,
 )
-from phalanx.backends.hierarchy.exchange import Exchange, spread
+from phalanx.backends.hierarchy.exchange import Exchange, Scratch, spread
 from phalanx.backends.hierarchy.letters import Letters
 from phalanx.backends.hierarchy.one_by_one import OneByOne
 from phalanx.backends.hierarchy.topology import Topology
@@ -89,6 +89,8 @@ class Hierarchy(OneByOne):
         self._vigil = Vigil(warden, engine, group, self.global_ranks)
         self._crossing = Crossing(engine, self._vigil, self._differ)
         self._letters = Letters(local, engine, self._topology, self._vigil, self._ask)
+        # A chunk of its own and one of the other host's for each that travels, or is about to.
+        self._scratch = Scratch(2 * (_AHEAD + 1) * LONGEST_CHUNK)
         self._number, self._site = 0, ""  # of the collective that runs
         self._running: Call | None = None
         warden.join(group, self)
@@ -302,7 +304,9 @@ class Hierarchy(OneByOne):
         where, total = self._topology, buffer.clone()
         self.local.reduce(total, 0, _partial(op), timeout=deadline.left())
         if where.seat == 0:
-            exchange = Exchange(self._crossing, where.peers(0), where.host, total, op, call)
+            exchange = Exchange(
+                self._crossing, where.peers(0), where.host, total, op, call, self._scratch
+            )
             exchange.start()
             exchange.finish(deadline)
             reduction.finish(total, op, self.size)
@@ -324,11 +328,11 @@ class Hierarchy(OneByOne):
             slices = self._slices(chunk)
             own = slices[where.seat]
             if not agreed:  # until then nothing is written
-                own = torch.empty_like(own)
+                own = self._scratch.take(own)
             self.local.reduce_scatter(own, slices, _partial(op), timeout=deadline.left())
             exchange = None
             if own.numel():
-                exchange = Exchange(self._crossing, peers, where.host, own, op, call)
+                exchange = Exchange(self._crossing, peers, where.host, own, op, call, self._scratch)
                 exchange.start()
             travelling.append((exchange, own, slices))
             if len(travelling) > _AHEAD:
@@ -349,6 +353,8 @@ class Hierarchy(OneByOne):
             exchange.finish(deadline)
             reduction.finish(own, op, self.size)
         self.local.all_gather(slices, own, timeout=deadline.left())
+        if own is not slices[self._topology.seat]:
+            self._scratch.give(own)
 
     def _slices(self, chunk: Tensor) -> list[Tensor]:
         """Cut a chunk into one slice per rank of this host; ranks that lead none have nothing."""
@@ -482,7 +488,13 @@ class Hierarchy(OneByOne):
         if where.seat == 0:
             token = torch.zeros(1, dtype=torch.uint8)
             exchange = Exchange(
-                self._crossing, where.peers(0), where.host, token, ReduceOp(ReduceOp.SUM), call
+                self._crossing,
+                where.peers(0),
+                where.host,
+                token,
+                ReduceOp(ReduceOp.SUM),
+                call,
+                self._scratch,
             )
             exchange.start()
             exchange.finish(deadline)
