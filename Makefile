@@ -5,13 +5,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 BUILD_INPUTS := pyproject.toml CMakeLists.txt constraints.txt $(shell find native -name '*.[ch]pp')
 
-.PHONY: train test test-frameworks pytorch-suite check docs bench clean
+.PHONY: train test test-slow test-frameworks pytorch-suite check docs bench clean
 
 train: $(VENV)/train.stamp  ## train a small GPT on two ranks; again, to go on (ARGS=--fresh: anew)
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/test.stamp  ## run the tests
-	$(BIN)/python -m pytest -n $(JOBS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow"
+
+test-slow: $(VENV)/test.stamp  ## run the tests of benchmarks, examples, launchers and hosts
+	$(BIN)/python -m pytest -n $(JOBS) -m slow
 
 test-frameworks: $(VENV)/frameworks.stamp $(VENV)/test.stamp  ## Accelerate, Lightning, Ray
 	$(BIN)/python -m pytest tests/test_replace_frameworks.py tests/test_ray.py

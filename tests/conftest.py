@@ -11,6 +11,32 @@ from _pytest.pytester import SysModulesSnapshot
 from phalanx.testing import memory
 from phalanx.testing.ranks import run_ranks
 
+# Tests of whole programs, and on hosts: `make test-slow`.
+SLOW = frozenset(
+    {
+        "test_bench",
+        "test_benchmarks",
+        "test_broken_examples",
+        "test_demo",
+        "test_doctor_hosts",
+        "test_engine_mpi",
+        "test_example",
+        "test_hierarchy_hosts",
+        "test_hosts",
+        "test_plugin_processes",
+        "test_pytorch_suite",
+        "test_reach",
+        "test_reach_launchers",
+        "test_scale",
+    }
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.stem in SLOW:
+            item.add_marker("slow")
+
 
 @pytest.fixture(autouse=True)
 def _same_number_of_threads():

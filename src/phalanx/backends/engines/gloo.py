@@ -6,6 +6,9 @@ process, so frames come first and say how long a payload is.
 
 Gloo sends a payload when its receiver has said that it is ready. On the connection on which that
 one's own payloads travel, this word would wait for them: each direction has connections of its own.
+
+If a connection breaks, Gloo tells all who wait but those whose bytes it has begun to send or has
+queued behind such: nothing here waits for a send alone.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ class GlooWire(Wire):
         self._peers = [peer for peer in range(size) if peer != rank]
         self._sent: dict[int, deque[Any]] = {peer: deque() for peer in self._peers}
         self._numbers = dict.fromkeys(self._peers, 0)
+        self._offered: dict[int, dict[int, End]] = {peer: {} for peer in self._peers}
         self._helpers = Helpers("phalanx-gloo")
         self._closed = False
         self._readers: list[threading.Thread] = []
@@ -82,7 +86,11 @@ class GlooWire(Wire):
                 ahead.append((self._from(peer).recv([buffer], peer, _FRAMES), buffer, memory))
         except RuntimeError as error:
             if not self._closed:
-                lose(peer, _first_line(error))
+                why = _first_line(error)
+                lose(peer, why)
+                with suppress(KeyError):  # when there are no more
+                    while True:
+                        self._offered[peer].popitem()[1](why)
 
     def _to(self, peer: int) -> Any:
         return self._groups[peer > self._rank]
@@ -98,20 +106,20 @@ class GlooWire(Wire):
             raise PeerFailed(_first_line(error)) from error
         if len(sent) > _IN_FLIGHT:
             oldest = [sent.popleft() for _ in range(_IN_FLIGHT // 2)]
-            if not self._wait_for(oldest).wait(self._timeout):
+            if not self._wait_for(oldest, _FOR_EVER).wait(self._timeout):
                 raise DistTimeout(
                     f"has taken nothing for {self._timeout:g} s: it is stopped, or cannot be "
                     "reached"
                 )
 
-    def _wait_for(self, works: list[Any]) -> threading.Event:
+    def _wait_for(self, works: list[Any], most: timedelta) -> threading.Event:
         """Return an event that comes when all works have ended, well or not."""
         done = threading.Event()
 
         def wait() -> None:
             for work in works:
                 with suppress(RuntimeError):
-                    work.wait(_FOR_EVER)
+                    work.wait(most)
             done.set()
 
         self._helpers.run(wait)
@@ -127,7 +135,14 @@ class GlooWire(Wire):
         return _FORESEEN | num_bytes << 6 | count % 64
 
     def offer(self, payload: Tensor, dst: int, number: int, end: End) -> None:
-        self._start(partial(self._to(dst).send, [payload], dst, number), end)
+        offered = self._offered[dst]
+        offered[number] = end
+
+        def end_once(why: str) -> None:
+            if offered.pop(number, None) is not None:
+                end(why)
+
+        self._start(partial(self._to(dst).send, [payload], dst, number), end_once)
 
     def take(self, payload: Tensor, src: int, number: int, end: End) -> None:
         if payload.numel() == 0:
@@ -155,7 +170,8 @@ class GlooWire(Wire):
     def flush(self) -> None:
         # Taken out: of two that wait for one operation, Gloo lets only one go on.
         sent = [works.popleft() for works in self._sent.values() for _ in range(len(works))]
-        self._wait_for(sent).wait(_CLOSE_SECONDS)
+        # One that expires ends the connections, as it should: this is said last.
+        self._wait_for(sent, timedelta(seconds=_CLOSE_SECONDS)).wait(_CLOSE_SECONDS)
 
     def close(self) -> None:
         if self._closed:
