@@ -107,7 +107,8 @@ File::File(const std::string& directory, const Roster& roster, int rank) : rank_
     std::string path = start;
     if (copy > 1) path.append("-").append(std::to_string(copy));
     path += ".trace";
-    fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0644);
+    // Shapes, lines of code and names of a program are nobody else's business.
+    fd_ = ::open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
     if (fd_ < 0 && errno != EEXIST) {
       fail(errno);
       return;

@@ -16,7 +16,7 @@ import torch.distributed as theirs
 from torch_ranks import run_torch
 
 import phalanx as dist
-from phalanx import trace
+from phalanx import cli, trace
 from phalanx.errors import PeerFailed
 from phalanx.testing import run_ranks
 from phalanx.trace import files, joins
@@ -389,6 +389,20 @@ def test_the_backend_of_torch(tmp_path, monkeypatch):
         made = told(recorded, rank, "op", "site", "api")
         ops = [op for op, site, api in made if "through_torch" in site and api != "new_group"]
         assert ops == ["all_reduce", "all_reduce", message, "broadcast"], made
+
+
+def test_only_the_user_can_read_records(tmp_path):
+    before = os.umask(0)
+    try:
+        with trace.record(tmp_path / "made"):
+            run_ranks(count, 2, 1)
+        assert cli.main(["trace", str(tmp_path / "made")]) == 0
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "made").iterdir()}
+    assert len(modes) == 4
+    assert set(modes.values()) == {0o600}, modes
+    assert (tmp_path / "made").stat().st_mode & 0o777 == 0o700
 
 
 def test_files_say_who_wrote_them(tmp_path):

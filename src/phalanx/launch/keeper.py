@@ -10,8 +10,9 @@ the memory. Forking is safe here because nothing has used torch yet: the only th
 be are those of NumPy's BLAS, which stops and starts them around a fork by itself.
 
 The launcher sends an `Order` as JSON, later `{"signal": number}`. The keeper answers with what
-happens, one JSON object each: `{"pids": [...]}`, `{"rank": r, "status": s, "when": t}` when a rank
-ends, and `{"left": [...]}` with the names of processes that ranks had left behind.
+happens, one JSON object each: `{"unpinned": why}` if the system refuses the cores that ranks
+were to run on, `{"pids": [...]}`, `{"rank": r, "status": s, "when": t}` when a
+rank ends, and `{"left": [...]}` with the names of processes that ranks had left behind.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import select
 import signal
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,6 +41,7 @@ from phalanx.launch.descendants import (
     signal_below,
 )
 from phalanx.launch.start import command
+from phalanx.machine import spell_cpus
 
 # How long what ranks have left behind may take to end by itself, and then once it is asked to.
 _PATIENCE = 2.0
@@ -130,7 +133,12 @@ class _Keeper:
         me = os.getpid()
         # What is sent to a rank before it has handlers of its own waits for them.
         signal.pthread_sigmask(signal.SIG_BLOCK, [*ENDING, STACKS])
-        for rank in range(len(self._order.environments)):
+        usual, refusal = os.sched_getaffinity(0), ""
+        for rank, cpus in enumerate(self._order.cpus):
+            if cpus and not refusal and (why := _pin(cpus)):
+                refusal = f"ranks from {rank} on are not pinned to cores: {why}"
+            if refusal or not cpus:
+                _pin(usual)
             pid = os.fork()
             if pid == 0:
                 die_with_parent(me)
@@ -138,6 +146,9 @@ class _Keeper:
                 self._connection.close()
                 return rank
             self._ranks[pid] = rank
+        _pin(usual)
+        if refusal:
+            self._say({"unpinned": refusal})
         for pipes in self._order.pipes:
             for descriptor in pipes:
                 os.close(descriptor)
@@ -219,9 +230,6 @@ def _be(rank: int, order: Order) -> int:
     os.set_inheritable(report, False)  # what the rank starts shall not speak for it
     os.environ.clear()
     os.environ.update(order.environments[rank])
-    cpus = order.cpus[rank]
-    if cpus:
-        os.sched_setaffinity(0, cpus)
     if order.kind == "executable":
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
             signal.signal(number, signal.SIG_DFL)
@@ -243,6 +251,15 @@ def _be(rank: int, order: Order) -> int:
     if "numpy.random" in sys.modules:  # as if it had been imported by each rank
         sys.modules["numpy.random"].seed()
     return script.run(order.program, order.arguments, order.kind, report)
+
+
+def _pin(cpus: Collection[int]) -> str:
+    """Have this process, and what it forks, run on some cores; returns why that is refused."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        return f"sched_setaffinity for cpus {spell_cpus(list(cpus))}: {error.strerror}"
+    return ""
 
 
 def _catches(pid: int, number: int) -> bool:

@@ -158,7 +158,7 @@ def run(arguments: Namespace) -> int:
         environment[REPLACE] = arguments.replace
         environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "1"  # or torch would not look for us
     if arguments.trace:
-        _make(arguments.trace, "--trace")
+        _make(arguments.trace, "--trace", 0o700)
         environment["PHALANX_TRACE"] = str(arguments.trace.resolve())
     if arguments.log_dir:
         _make(arguments.log_dir, "--log-dir")
@@ -187,9 +187,9 @@ def _open_streams() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest number
 
 
-def _make(directory: Path, option: str) -> None:
+def _make(directory: Path, option: str, mode: int = 0o777) -> None:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode, parents=True, exist_ok=True)
     except OSError as error:
         raise CommandError(f"{option} {directory}: {error.strerror}") from None
 

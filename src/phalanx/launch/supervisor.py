@@ -282,6 +282,8 @@ class Supervisor:
             return
         if "pids" in event:
             self._pids = event["pids"]
+        elif "unpinned" in event:
+            self._say(event["unpinned"])
         elif "left" in event:
             self._outcome.left = event["left"]
         else:

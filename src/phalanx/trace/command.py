@@ -8,6 +8,7 @@ no network, and DIR/trace.json for https://ui.perfetto.dev and chrome://tracing.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
@@ -142,13 +143,19 @@ def _write(arguments: Namespace, trace: Any, joined: Any, facts: dict[str, Any])
     placed = layout.lay_out(trace, joined)
     title = arguments.directory.resolve().name
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        target.write_text(page.build(trace, joined, placed, facts, title))
-        with open(target.with_suffix(".json"), "w") as file:
+        output.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(target, "w", opener=_private) as file:
+            file.write(page.build(trace, joined, placed, facts, title))
+        with open(target.with_suffix(".json"), "w", opener=_private) as file:
             chrome.write(file, trace, joined, placed)
     except OSError as error:
         raise CommandError(f"cannot write into {output}: {error.strerror or error}") from error
     return target
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that, if it is made, only this user can read: as the records themselves."""
+    return os.open(path, flags, 0o600)
 
 
 def _report(facts: dict[str, Any]) -> None:

@@ -25,8 +25,9 @@ _asked = False
 def start(directory: str | os.PathLike[str]) -> None:
     """Record every operation of this process' ranks in files of a directory.
 
-    The directory is made if need be. Calls for the same directory are counted, so that each rank of
-    a thread world may start and stop; for another one, while a recording goes on, it is an error.
+    The directory is made if need be; only this user may read what is recorded. Calls for the same
+    directory are counted, so that each rank of a thread world may start and stop; for another one,
+    while a recording goes on, it is an error.
     """
     global _directory, _users
     wanted = Path(directory).absolute()
@@ -45,7 +46,7 @@ def start(directory: str | os.PathLike[str]) -> None:
 
 def _prepare(directory: Path) -> None:
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(directory, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
