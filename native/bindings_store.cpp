@@ -184,16 +184,18 @@ void bind_stores(nb::module_& m) {
       .def(
           "__init__",
           [](Server* self, std::string host, int port, std::string secret, int listen_fd,
-             double handshake, double frame, size_t connections) {
+             double handshake, double frame, size_t connections, size_t strangers,
+             double courtesy) {
             Unlocked release;
             Descriptor listener =
                 listen_fd >= 0 ? adopt_listener(listen_fd) : listen_on(host, port);
-            new (self)
-                Server(std::move(listener), std::move(secret), {handshake, frame, connections});
+            new (self) Server(std::move(listener), std::move(secret),
+                              {handshake, frame, connections, strangers, courtesy});
           },
           "host"_a, "port"_a, "secret"_a, "listen_fd"_a = -1,
           "handshake"_a = Server::Limits().handshake, "frame"_a = Server::Limits().frame,
-          "connections"_a = Server::Limits().connections)
+          "connections"_a = Server::Limits().connections,
+          "strangers"_a = Server::Limits().strangers, "courtesy"_a = Server::Limits().courtesy)
       .def_prop_ro("port", &Server::port);
 
   // For the tests, which hold them against hashlib.

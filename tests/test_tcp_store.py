@@ -452,6 +452,46 @@ def test_oversize_requests_are_refused_before_they_are_sent():
     assert len(store.get("half")) == 40 << 20
 
 
+# The most memory that the process has had, of its server's thread too, in MB.
+GREEDY = """
+import resource, sys
+from phalanx.stores import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+store.set("part", bytes(20 << 20))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+try:
+    store.multi_get(["part"] * 100)
+except ValueError as error:
+    assert f"reply of {100 * ((20 << 20) + 4)} bytes" in str(error), error
+else:
+    sys.exit("was not refused")
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
+"""
+
+
+def test_a_reply_is_measured_before_it_is_built():
+    """100 x 20 MB, which keep a store busy for longer than ranks wait to hear of each other."""
+    done = subprocess.run([sys.executable, "-c", GREEDY], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 64
+
+
+def test_values_and_lists_of_keys_grow_only_as_far_as_a_reply():
+    store = master()
+    store.append("log", bytes(40 << 20))
+    with pytest.raises(ValueError, match="append to another key"):
+        store.append("log", bytes(40 << 20))
+    assert len(store.get("log")) == 40 << 20
+    assert len(store.compare_set("log", "other", "new")) == 40 << 20
+    names = [letter * (30 << 20) for letter in "abc"]
+    for name in names:
+        store.set(name, "")
+    with pytest.raises(ValueError, match="list_keys"):
+        store.list_keys()
+    store.delete_key(names[0])
+    assert len(store.list_keys()) == 3
+
+
 def test_a_cancel_that_crosses_the_reply_is_harmless():
     store = master()
     store.set("a", "1")
@@ -534,7 +574,7 @@ LIMITED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, tuple(map(int, sys.argv[1:])))
 from phalanx import _native
-server = _native.StoreServer("127.0.0.1", 0, "")
+server = _native.StoreServer("127.0.0.1", 0, "", courtesy=0.05)
 print(server.port, flush=True)
 sys.stdin.read()
 print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
@@ -573,6 +613,62 @@ def test_a_server_without_descriptors_says_so_and_serves_those_it_has():
         # One has gone, and its place is free.
         late = _native.StoreClient(HOST, port, "", 30.0)
         assert late.check(["n"], 30.0)
+
+
+def test_strangers_take_few_descriptors_and_keep_nobody_out():
+    """300 who connect and say nothing, or only hello, at a process that may have 64 descriptors."""
+    with limited_server(64, 64) as (_, port), contextlib.ExitStack() as strangers:
+        early = _native.StoreClient(HOST, port, "", 30.0)
+        for index in range(300):
+            stranger = strangers.enter_context(socket.create_connection((HOST, port), timeout=30))
+            if index % 2:
+                stranger.sendall(frame(struct.pack("=Q", MAGIC) + bytes(32)))
+        assert early.add("n", 2, 30.0) == 2
+        late = [_native.StoreClient(HOST, port, "", 30.0) for _ in range(20)]
+        assert [core.add("n", 3, 30.0) for core in late] == [*range(5, 65, 3)]
+
+
+def test_the_oldest_stranger_makes_room():
+    server = _native.StoreServer(HOST, 0, "", strangers=2, courtesy=0.05, handshake=600)
+    with raw(server.port) as one, raw(server.port) as two, raw(server.port) as three:
+        assert is_closed(one)
+        assert introduce(two)
+        assert introduce(three)
+        for known in (two, three):  # these are strangers no more
+            known.sendall(request(GET, b"k"))
+        with raw(server.port), raw(server.port), raw(server.port):
+            core = _native.StoreClient(HOST, server.port, "", 30.0)
+            core.set("k", "5", 30.0)
+            assert read_frame(two)[-1:] == read_frame(three)[-1:] == b"5"
+
+
+# A process that needs descriptors itself, while clients take all that they get.
+NEEDY = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from phalanx import _native
+server = _native.StoreServer("127.0.0.1", 0, "")
+print(server.port, flush=True)
+sys.stdin.readline()
+print(len([os.open("/dev/null", os.O_RDONLY) for _ in range(6)]), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_server_leaves_descriptors_to_its_process():
+    with subprocess.Popen(
+        [sys.executable, "-c", NEEDY], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout
+        assert process.stdin
+        port = int(process.stdout.readline())
+        clients = []
+        with pytest.raises(DistNetworkError, match="no descriptors left"):
+            clients.extend(_native.StoreClient(HOST, port, "", 30.0) for _ in range(64))
+        process.stdin.write("\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == "6\n"
+        process.stdin.close()
 
 
 # Clients of its own number, each with a connection, that wait for a key at the same time.

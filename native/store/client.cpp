@@ -18,7 +18,7 @@ constexpr size_t max_buffer = size_t{64} << 10;  // kept by an idle connection
 // What a server gets to take back a request whose time is up, or to answer a newcomer.
 constexpr double grace = 10;
 // A port that accepts and hangs up this often is not a store that is just starting.
-constexpr int max_hangups = 5;
+constexpr int max_hangups = 8;
 
 struct HungUp {};  // the peer closed the connection
 struct Full {
@@ -115,7 +115,8 @@ Client::Lease Client::connect(const Patience& patience, bool retry) const {
       throw Failure(Kind::Network, "whatever listens on " + endpoint(host_, port_) +
                                        " did not answer the handshake; is it a phalanx store?");
     } catch (const HungUp&) {
-      if (hangups == max_hangups || !retry || patience.exhausted())
+      // A server that is flooded by strangers may have taken this one for another.
+      if (hangups == max_hangups || patience.exhausted())
         throw Failure(Kind::Network, "whatever listens on " + endpoint(host_, port_) +
                                          " hangs up during the handshake; is it a phalanx store?");
     } catch (const Full& full) {
@@ -235,9 +236,9 @@ bool Client::receive(Connection& connection, const Patience& patience,
 
 Reply Client::run(Request request, const Patience& patience) {
   validate(request);
+  wire::check_size(request);
   std::string bytes;
   wire::encode(bytes, request);
-  wire::check_size(bytes.size());
   try {
     if (posts(request.op)) {
       post(bytes, patience);

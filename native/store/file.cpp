@@ -144,8 +144,8 @@ std::optional<Reply> File::attempt(Request& request) {
   replay(file);
   std::string bytes;
   if (mutates(request.op)) {
+    wire::check_size(request);
     wire::encode(bytes, request);
-    wire::check_size(bytes.size());
   }
   const bool arriving = request.op == Op::Barrier && request.values.empty();
   auto reply = table_->attempt(request);

@@ -2,6 +2,7 @@
 
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
@@ -20,6 +21,29 @@ constexpr auto never = Clock::time_point::max();
 constexpr size_t scratch_size = size_t{64} << 10;
 
 Clock::time_point after(double seconds) { return Patience(seconds).deadline; }
+
+constexpr int pause_ms = 20;  // between looks at whether a stranger's time is up
+
+// The soft limit on descriptors of this process.
+rlim_t descriptor_limit() {
+  rlimit limit{};
+  return getrlimit(RLIMIT_NOFILE, &limit) ? RLIM_INFINITY : limit.rlim_cur;
+}
+
+// Most systems let a process have more descriptors than it starts with.
+bool raise_descriptor_limit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) || limit.rlim_cur >= limit.rlim_max) return false;
+  limit.rlim_cur = std::min<rlim_t>(limit.rlim_max, limit.rlim_cur * 2);
+  return !setrlimit(RLIMIT_NOFILE, &limit);
+}
+
+// Whether a new socket takes what the process may need for itself. The kernel gives the lowest
+// number that is free, so as many descriptors as its number are in use.
+bool is_of_reserve(int fd) {
+  const rlim_t limit = descriptor_limit();
+  return static_cast<rlim_t>(fd) + std::clamp<rlim_t>(limit / 8, 4, 32) >= limit;
+}
 
 Descriptor make_spare() { return Descriptor(eventfd(0, EFD_CLOEXEC)); }
 
@@ -54,6 +78,8 @@ struct Server::Connection : Table::Ticket {
   bool writable = false;  // epoll watches for room to write
   bool dropped = false;
   Clock::time_point deadline;
+  const Clock::time_point arrival = Clock::now();
+  std::list<Connection*>::iterator place;  // among the strangers, until the state is Ready
 };
 
 Server::Server(Descriptor listener, std::string secret, const Limits& limits)
@@ -95,7 +121,8 @@ void Server::serve() {
   auto next_sweep = Clock::now();
   epoll_event events[64];
   for (;;) {
-    int count = epoll_wait(epoll_.fd(), events, 64, ticking_ ? tick : -1);
+    const int slice = accepting_ ? tick : std::min(tick, pause_ms);
+    int count = epoll_wait(epoll_.fd(), events, 64, ticking_ ? slice : -1);
     for (int i = 0; i < count; ++i) {
       void* source = events[i].data.ptr;
       if (source == &stop_) return;
@@ -117,26 +144,31 @@ void Server::serve() {
     dropped_.clear();
     if (ticking_ && Clock::now() >= next_sweep) {
       sweep();
-      next_sweep = Clock::now() + std::chrono::milliseconds(tick);
+      next_sweep = Clock::now() + std::chrono::milliseconds(slice);
     }
   }
 }
 
 void Server::accept_all() {
   for (;;) {
+    if (!has_room_for_strangers()) {
+      pollfd knock{listener_.fd(), POLLIN, 0};
+      if (poll(&knock, 1, 0) < 1) return;  // nobody needs the room
+      if (!drop_oldest_stranger()) return pause();
+    }
     Descriptor socket(accept4(listener_.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
     if (!socket) {
       if (errno == EINTR || errno == ECONNABORTED) continue;
       if (errno == EAGAIN) return;
       if (make_room()) continue;
-      // No descriptors left: stop listening for a tick rather than spin on the same event.
-      epoll_ctl(epoll_.fd(), EPOLL_CTL_DEL, listener_.fd(), nullptr);
-      accepting_ = false;
-      ticking_ = true;
-      return;
+      return pause();
     }
     if (connections_.size() >= limits_.connections) {
       refuse(socket, false);
+      continue;
+    }
+    if (is_of_reserve(socket.fd()) && !raise_descriptor_limit() && !drop_oldest_stranger()) {
+      refuse(socket, true);
       continue;
     }
     int fd = socket.fd(), on = 1;
@@ -146,20 +178,48 @@ void Server::accept_all() {
         std::make_unique<Connection>(std::move(socket), *this, after(limits_.handshake));
     epoll_event event{EPOLLIN, {.ptr = connection.get()}};
     if (epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, fd, &event)) continue;
+    connection->place = strangers_.insert(strangers_.end(), connection.get());
     connections_[fd] = std::move(connection);
     ticking_ = true;
   }
 }
 
-// Called when there are no descriptors left. Most systems let a process have more than it starts
-// with; if not this one, the newcomer is told. False if it has to wait.
+// Stops listening for a while, rather than spin on the same event: newcomers wait in the kernel.
+void Server::pause() {
+  if (!accepting_) return;
+  epoll_ctl(epoll_.fd(), EPOLL_CTL_DEL, listener_.fd(), nullptr);
+  accepting_ = false;
+  ticking_ = true;
+}
+
+void Server::resume() {
+  if (!spare_) spare_ = make_spare();
+  epoll_event knock{EPOLLIN, {.ptr = &listener_}};
+  accepting_ = !epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, listener_.fd(), &knock);
+  ticking_ = ticking_ || !accepting_;
+}
+
+// Strangers get a small part of the descriptors, however few there are.
+bool Server::has_room_for_strangers() {
+  const rlim_t part = std::max<rlim_t>(descriptor_limit() / 8, 16);
+  return strangers_.size() < std::min<rlim_t>(limits_.strangers, part);
+}
+
+// False if there is none, or the oldest may still be about to prove itself.
+bool Server::drop_oldest_stranger() {
+  if (strangers_.empty()) return false;
+  Connection& oldest = *strangers_.front();
+  if (Clock::now() - oldest.arrival < std::chrono::duration<double>(limits_.courtesy)) return false;
+  drop(oldest);
+  return true;
+}
+
+// Called when there are no descriptors left. If there cannot be more, the newcomer is told. False
+// if it has to wait.
 bool Server::make_room() {
   if (errno != EMFILE && errno != ENFILE) return false;
-  rlimit limit{};
-  if (errno == EMFILE && !getrlimit(RLIMIT_NOFILE, &limit) && limit.rlim_cur < limit.rlim_max) {
-    limit.rlim_cur = std::min<rlim_t>(limit.rlim_max, limit.rlim_cur * 2);
-    if (!setrlimit(RLIMIT_NOFILE, &limit)) return true;
-  }
+  if (errno == EMFILE && raise_descriptor_limit()) return true;
+  if (drop_oldest_stranger()) return true;
   if (!spare_) return false;
   spare_.close();
   Descriptor socket(accept4(listener_.fd(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
@@ -253,6 +313,7 @@ void Server::verify(Connection& connection, std::string_view frame) {
   Digest ours = welcome ? expected(handshake::Role::Server) : Digest{};
   handshake::encode(connection.out, uint8_t{welcome}, ours);
   connection.state = Connection::Ready;
+  strangers_.erase(connection.place);
   flush(connection);
   if (!welcome) drop(connection);
 }
@@ -264,13 +325,6 @@ void Server::flush_answered() {
     if (connection.dropped) continue;
     try {
       wire::encode(connection.out, connection.reply);
-      if (connection.out.size() > wire::max_frame + sizeof(wire::Length)) {
-        connection.out.clear();
-        wire::encode(connection.out, {Status::Invalid,
-                                      0,
-                                      {"the reply is larger than a store may send at once; "
-                                       "ask for fewer keys"}});
-      }
       connection.reply = {};
       flush(connection);
     } catch (const std::bad_alloc&) {
@@ -312,6 +366,7 @@ void Server::watch(Connection& connection, bool writable) {
 void Server::drop(Connection& connection) {
   if (connection.dropped) return;
   connection.dropped = true;
+  if (connection.state != Connection::Ready) strangers_.erase(connection.place);
   table_.withdraw(connection);
   auto found = connections_.find(connection.socket.fd());
   dropped_.push_back(std::move(found->second));
@@ -319,7 +374,7 @@ void Server::drop(Connection& connection) {
   connection.socket.close();
 }
 
-// Drops those whose time is up, and listens again if descriptors had run out.
+// Drops those whose time is up, and listens again.
 void Server::sweep() {
   auto now = Clock::now();
   ticking_ = false;
@@ -332,12 +387,7 @@ void Server::sweep() {
   }
   for (auto* connection : late) drop(*connection);
   dropped_.clear();
-  if (!accepting_) {
-    if (!spare_) spare_ = make_spare();
-    epoll_event knock{EPOLLIN, {.ptr = &listener_}};
-    accepting_ = !epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, listener_.fd(), &knock);
-    ticking_ = ticking_ || !accepting_;
-  }
+  if (!accepting_) resume();
 }
 
 }  // namespace phalanx::store

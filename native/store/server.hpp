@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <list>
 #include <memory>
 #include <string>
 #include <thread>
@@ -20,6 +21,10 @@ class Server {
     double handshake = 10;  // seconds from connecting to being let in
     double frame = 60;      // seconds for a frame to arrive, or for a reply to be taken
     size_t connections = 65536;
+    // Those who have not proved yet that they belong here: how many there may be at once, and the
+    // seconds that each has for itself. After that the oldest makes room for a newcomer.
+    size_t strangers = 64;
+    double courtesy = 0.25;
   };
 
   Server(Descriptor listener, std::string secret, const Limits& limits);
@@ -33,6 +38,10 @@ class Server {
 
   void serve();
   void accept_all();
+  void pause();
+  void resume();
+  bool has_room_for_strangers();
+  bool drop_oldest_stranger();
   bool make_room();
   void refuse(const Descriptor& socket, bool for_want_of_descriptors);
   void receive(Connection& connection);
@@ -53,7 +62,8 @@ class Server {
   const int port_;
 
   // Below: only the server's thread.
-  Table table_;
+  Table table_{wire::max_frame};
+  std::list<Connection*> strangers_;                                  // the oldest first
   std::unordered_map<int, std::unique_ptr<Connection>> connections_;  // by descriptor
   std::vector<std::unique_ptr<Connection>> dropped_;  // kept until the events at hand are done with
   std::vector<Connection*> answered_;                 // have a reply to flush

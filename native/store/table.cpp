@@ -4,6 +4,8 @@
 #include <charconv>
 #include <iterator>
 
+#include "store/wire.hpp"
+
 namespace phalanx::store {
 namespace {
 
@@ -36,6 +38,13 @@ void Table::touch(const std::string& key) {
   if (waiting_.contains(key)) touched_.push_back(key);
 }
 
+void Table::check_size(const char* what, size_t bytes, const char* advice) const {
+  if (bytes + wire::overhead > max_reply_)
+    throw Failure(Kind::Invalid, std::string(what) + " of " + std::to_string(bytes) +
+                                     " bytes is more than the " + std::to_string(max_reply_) +
+                                     " that a store sends at once; " + advice);
+}
+
 // A barrier is an arrival, counted once, and a wait for the key of its round. One request does
 // both, so that a process may end as soon as it is through: the others' requests are already in the
 // table.
@@ -58,6 +67,7 @@ const std::string* Table::arrive(Request& request) {
 const std::string* Table::apply(Request& request, Reply& reply) {
   auto& keys = request.keys;
   auto& values = request.values;
+  size_t bytes = 0;  // of the reply
   switch (request.op) {
     case Op::Set:
       for (size_t i = 0; i < keys.size(); ++i) {
@@ -68,6 +78,8 @@ const std::string* Table::apply(Request& request, Reply& reply) {
     case Op::Get:
       for (auto& key : keys)
         if (lacks(request, key)) return &key;
+      for (auto& key : keys) bytes += wire::size(values_.at(key));
+      check_size("get: a reply", bytes, "ask for fewer keys");
       for (auto& key : keys) reply.values.push_back(values_.at(key));
       break;
     case Op::Add: {
@@ -81,10 +93,16 @@ const std::string* Table::apply(Request& request, Reply& reply) {
       values_[keys[0]] = std::to_string(reply.number);
       break;
     }
-    case Op::Append:
+    case Op::Append: {
+      auto found = values_.find(keys[0]);
+      // Nobody could get a value that is longer than a reply.
+      check_size("append: a value",
+                 wire::size(values[0]) + (found == values_.end() ? 0 : found->second.size()),
+                 "append to another key");
       touch(keys[0]);
       values_[keys[0]] += values[0];
       break;
+    }
     case Op::Check:
       reply.number = std::ranges::none_of(keys, [&](auto& key) { return lacks(request, key); });
       break;
@@ -110,6 +128,8 @@ const std::string* Table::apply(Request& request, Reply& reply) {
       reply.number = static_cast<int64_t>(values_.size());
       break;
     case Op::ListKeys:
+      for (auto& [key, value] : values_) bytes += wire::size(key);
+      check_size("list_keys: a reply", bytes, "delete keys that nobody needs");
       for (auto& [key, value] : values_) reply.values.push_back(key);
       break;
     case Op::Push:

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <condition_variable>
+#include <cstdint>
 #include <deque>
 #include <list>
 #include <mutex>
@@ -27,6 +28,9 @@ class Table : public Store {
     const std::string* missing = nullptr;  // waiting in the table for this string of the request
   };
 
+  // A reply that would take more bytes than `max_reply` is refused before it is made.
+  explicit Table(size_t max_reply = SIZE_MAX) : max_reply_(max_reply) {}
+
   Reply run(Request request, const Patience& patience) override;
 
   // Hands a request in. It is answered in order of arrival among those waiting for the same key.
@@ -45,6 +49,8 @@ class Table : public Store {
   const std::string* apply(Request& request, Reply& reply);
   const std::string* arrive(Request& request);
   void touch(const std::string& key);
+  // Throws Invalid if strings of so many bytes in all, lengths included, do not fit in a reply.
+  void check_size(const char* what, size_t bytes, const char* advice) const;
   // Whether the request cannot do without this key. A queue satisfies wait and check, not get.
   bool lacks(const Request& request, const std::string& key) const {
     return !(request.op != Op::Pop && values_.contains(key)) &&
@@ -53,6 +59,7 @@ class Table : public Store {
   void settle(Ticket& ticket);
   void wake();
 
+  const size_t max_reply_;
   std::mutex mutex_;
   std::unordered_map<std::string, std::string> values_;
   std::unordered_map<std::string, std::deque<std::string>> queues_;  // none of them is empty

@@ -80,11 +80,19 @@ inline bool peek(std::string_view bytes, Length& length) {
   return true;
 }
 
+// The bytes that a string takes, and at most those that a request or reply takes beside strings.
+inline size_t size(const std::string& text) { return sizeof(Length) + text.size(); }
+constexpr size_t overhead = 32;
+
+inline size_t size(const Request& request) {
+  size_t total = overhead;
+  for (auto& key : request.keys) total += size(key);
+  for (auto& value : request.values) total += size(value);
+  return total;
+}
+
 inline void encode(std::string& out, const Request& request) {
-  size_t size = 32;  // what all requests have
-  for (auto& key : request.keys) size += sizeof(Length) + key.size();
-  for (auto& value : request.values) size += sizeof(Length) + value.size();
-  out.reserve(out.size() + size);
+  out.reserve(out.size() + size(request));
   Writer writer(out);
   writer.number(request.op);
   writer.number(request.number);
@@ -122,11 +130,11 @@ inline Reply decode_reply(std::string_view frame) {
   return reply;
 }
 
-// What a frame of this size would be told.
-inline void check_size(size_t size) {
-  if (size > max_frame)
+// Throws before a frame is made that no server would take.
+inline void check_size(const Request& request) {
+  if (size(request) > max_frame)
     throw Failure(Kind::Invalid,
-                  "a request of " + std::to_string(size) + " bytes is more than the " +
+                  "a request of " + std::to_string(size(request)) + " bytes is more than the " +
                       std::to_string(max_frame) +
                       " that a store takes at once; send large data with a collective");
 }

@@ -57,7 +57,9 @@ class StoreServer:
         listen_fd: int = -1,
         handshake: float = 10.0,
         frame: float = 60.0,
-        connections: int = 4096,
+        connections: int = 65536,
+        strangers: int = 64,
+        courtesy: float = 0.25,
     ) -> None: ...
     @property
     def port(self) -> int: ...
