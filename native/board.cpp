@@ -146,8 +146,10 @@ std::atomic<uint32_t>& Board::door() const { return header().door; }
 Board::Arrival Board::count_arrival(uint64_t clock) const {
   uint64_t word = header().arrived.load(std::memory_order_relaxed), next;
   do {
-    if (ahead(word, clock) > 0 || (ahead(word, clock) == 0 && count_in(word) == kGivenUp))
+    if (ahead(word, clock) > 0 || (ahead(word, clock) == 0 && count_in(word) == kGivenUp)) {
+      mark_given_up(clock);  // in place of who gave it up, and may not have come to say so yet
       return Arrival::TooLate;
+    }
     next = ahead(word, clock) == 0 ? word + 1 : tally(clock, 1);
     // Acquire and release: the last one to count has seen all that the others wrote before.
   } while (!header().arrived.compare_exchange_weak(word, next, std::memory_order_acq_rel,
@@ -189,11 +191,21 @@ bool Board::give_up(int rank, uint64_t clock, Posting& posting, Progress how) co
 
 void Board::publish_given_up(uint64_t clock, Posting& posting, Progress how) const {
   posting.reach(how, now_ns());
-  if (header().given_up_last.load() >= clock) return;  // by another rank
+  mark_given_up(clock);
+}
+
+// Called by a rank that has not come past this meeting: so no later one has taken place, and those
+// that others may have given up meanwhile belong to one row with this one. At crowded boards
+// several ranks may do so at once, for meetings that follow each other.
+void Board::mark_given_up(uint64_t clock) const {
+  auto &first = header().given_up_first, &last = header().given_up_last;
+  uint64_t newest = last.load();
   // Meetings that are given up before all have come to the first of them form a row.
-  if (header().given_up_last.load() + 1 != clock) header().given_up_first.store(clock);
-  header().given_up_last.store(clock);
-  wake_all();
+  if (newest + 1 < clock) first.store(clock);
+  uint64_t oldest = first.load();
+  while (oldest > clock && !first.compare_exchange_weak(oldest, clock)) continue;
+  while (newest < clock && !last.compare_exchange_weak(newest, clock)) continue;
+  if (newest < clock || oldest > clock) wake_all();
 }
 
 bool Board::is_given_up(uint64_t clock) const {

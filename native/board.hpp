@@ -116,6 +116,7 @@ class Board {
   BoardHeader& header() const { return *reinterpret_cast<BoardHeader*>(region_->data()); }
   bool in_row_given_up(uint64_t clock) const;
   void publish_given_up(uint64_t clock, Posting& posting, Progress how) const;
+  void mark_given_up(uint64_t clock) const;
 
   std::shared_ptr<Roster> roster_;
   std::vector<int> members_;

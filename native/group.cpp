@@ -65,8 +65,10 @@ void Group::run(Call& call) {
     output = {dense, output.count, nullptr};
   }
 
+  const double seconds = call.timeout < 0 ? timeout.load() : call.timeout;
   Passage passage{call,
-                  Deadline::after(start, call.timeout < 0 ? timeout : call.timeout),
+                  seconds,
+                  Deadline::after(start, seconds),
                   sequence() + 1,
                   item,
                   {},
@@ -328,11 +330,10 @@ void Group::judge(Passage& passage, std::span<const int> missing, WaitFacts& fac
   if (passage.meeting) check_deadlock(passage, verdict);
   if (!passage.deadline.passed()) return;
   if (passage.meeting && !give_up(passage, Progress::TimedOut)) return;  // all have come after all
-  double seconds = passage.call.timeout < 0 ? timeout : passage.call.timeout;
   std::vector<int> arrived;
   for (int rank = 0; rank < size(); ++rank)
     if (std::find(missing.begin(), missing.end(), rank) == missing.end()) arrived.push_back(rank);
-  throw Failure(Kind::Timeout, "reached its timeout of " + seconds_text(seconds) +
+  throw Failure(Kind::Timeout, "reached its timeout of " + seconds_text(passage.seconds) +
                                    "\n  arrived: " + board_->world_ranks(arrived) +
                                    "; not arrived: " + board_->world_ranks(missing) +
                                    describe_absent(*board_, missing) + "\nfind out what keeps " +

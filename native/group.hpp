@@ -74,19 +74,21 @@ class Group {
   int rank() const { return rank_; }
   int size() const { return board_->size(); }
   const std::string& name() const { return name_; }
-  double timeout = 0;  // seconds, for calls that bring none
+  // Seconds, for calls that bring none. Any thread may set it while another one runs a call.
+  std::atomic<double> timeout;
   uint64_t sequence() const { return sequence_.load(std::memory_order_relaxed); }
 
   void run(Call& call);
 
   // To measure what they cost: whether postings are compared, and whether they are kept where the
   // ways of the small can do without.
-  bool compares = true, records = true;
+  std::atomic<bool> compares = true, records = true;
 
  private:
   // What is known of the operation under way. The posting is written here and shown at the meeting.
   struct Passage {
     Call& call;
+    double seconds;  // that it may take
     Deadline deadline;
     uint64_t sequence;
     size_t item;

@@ -83,8 +83,11 @@ std::shared_ptr<Heap> Heap::mine() {
   return *heap;
 }
 
-Heap::Heap() {
-  int fd = ::memfd_create("phalanx-heap", MFD_CLOEXEC);
+Heap::Heap(std::nullptr_t) {}
+
+// Once the constructor that it calls first is done, the destructor cleans up after what throws.
+Heap::Heap() : Heap(nullptr) {
+  const int fd = address_.fd = ::memfd_create("phalanx-heap", MFD_CLOEXEC);
   if (fd < 0)
     throw Failure(Kind::Memory, "cannot create shared memory: memfd_create: " + errno_text());
   // Reserving address space costs nothing, and more than the machine has memory is never needed.
@@ -97,17 +100,13 @@ Heap::Heap() {
     base = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (base != MAP_FAILED) break;
   }
-  if (base == MAP_FAILED) {
-    std::string why = errno_text();
-    ::close(fd);
-    throw Failure(Kind::Memory,
-                  "cannot map shared memory: " + why + " (is RLIMIT_AS or RLIMIT_FSIZE set?)");
-  }
+  if (base == MAP_FAILED)
+    throw Failure(Kind::Memory, "cannot map shared memory: " + errno_text() +
+                                    " (is RLIMIT_AS or RLIMIT_FSIZE set?)");
   ::madvise(base, size,
             MADV_HUGEPAGE);  // a hint: most systems keep huge pages off for shared memory
   base_ = static_cast<std::byte*>(base);
   address_.pid = ::getpid();
-  address_.fd = fd;
   address_.size = size;
   address_.start_time = process_start_time(address_.pid);
   if (::getrandom(&address_.nonce, sizeof address_.nonce, 0) != ssize_t(sizeof address_.nonce))
@@ -120,8 +119,8 @@ Heap::Heap() {
 }
 
 Heap::~Heap() {
-  ::munmap(base_, address_.size);
-  ::close(address_.fd);
+  if (base_) ::munmap(base_, address_.size);
+  if (address_.fd >= 0) ::close(address_.fd);
 }
 
 std::byte* Heap::allocate(size_t bytes, bool filled) {

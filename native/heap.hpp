@@ -68,6 +68,7 @@ class Heap {
 
  private:
   Heap();
+  explicit Heap(std::nullptr_t);  // that holds nothing yet
   std::byte* base_ = nullptr;
   HeapAddress address_;
   mutable std::mutex mutex_;

@@ -95,7 +95,7 @@ void reduce(const Reduction& reduction, std::span<void* const> dsts,
   }
   if (dsts.empty() || count == 0) return;
   available.tables[0]->at(
-      dtype, op)(Job{dsts.data(), dsts.size(), srcs.data(), srcs.size(), count, factors});
+      dtype, op)(Operands{dsts.data(), dsts.size(), srcs.data(), srcs.size(), count, factors});
 }
 
 bool measurable(DType dtype) {

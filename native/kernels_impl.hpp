@@ -51,8 +51,8 @@ struct Over {
 
 template <class S>
 struct Bare {
-  static Identity lift(const Job&, size_t) { return {}; }
-  static Identity finish(const Job&) { return {}; }
+  static Identity lift(const Operands&, size_t) { return {}; }
+  static Identity finish(const Operands&) { return {}; }
 };
 
 template <class S>
@@ -65,18 +65,18 @@ struct Sum : Bare<S> {
 
 template <class S>
 struct Premul : Sum<S> {
-  static Times<S> lift(const Job& job, size_t k) { return {static_cast<S>(job.factors[k])}; }
+  static Times<S> lift(const Operands& job, size_t k) { return {static_cast<S>(job.factors[k])}; }
 };
 
 template <class S>
 struct Mean : Sum<S> {
-  static Over<S> finish(const Job& job) { return {static_cast<S>(job.num_srcs)}; }
+  static Over<S> finish(const Operands& job) { return {static_cast<S>(job.num_srcs)}; }
 };
 
 // For a power of two the reciprocal is exact, so the product has the bits of the quotient.
 template <class S>
 struct ExactMean : Sum<S> {
-  static Times<S> finish(const Job& job) { return {S{1} / static_cast<S>(job.num_srcs)}; }
+  static Times<S> finish(const Operands& job) { return {S{1} / static_cast<S>(job.num_srcs)}; }
 };
 
 // A product that stays one: GCC 12 forms 512-bit fmaddsub in spite of -ffp-contract=off.
@@ -172,7 +172,7 @@ struct Reducer {
   static constexpr size_t width = Element::width;
   static constexpr size_t block = block_bytes / sizeof(Value) * width;
 
-  const Job& job;
+  const Operands& job;
 
   Storage* dst(size_t d) const { return static_cast<Storage*>(job.dsts[d]); }
   const Storage* src(size_t k) const { return static_cast<const Storage*>(job.srcs[k]); }
@@ -272,7 +272,7 @@ struct Reducer {
 };
 
 template <class Element, template <class> class Operation>
-void kernel(const Job& job) {
+void kernel(const Operands& job) {
   const size_t whole = job.count - job.count % Element::width;
   Reducer<Element, Operation>{job}.run(0, whole);
   if constexpr (Element::width > 1) {
@@ -281,15 +281,15 @@ void kernel(const Job& job) {
 }
 
 template <class Element>
-void mean(const Job& job) {
+void mean(const Operands& job) {
   const bool power_of_two = (job.num_srcs & (job.num_srcs - 1)) == 0;
   return power_of_two ? kernel<Element, ExactMean>(job) : kernel<Element, Mean>(job);
 }
 
 // Complex numbers whose operation treats the real and the imaginary part alike.
 template <Kernel parts>
-void by_parts(const Job& job) {
-  Job twice = job;
+void by_parts(const Operands& job) {
+  Operands twice = job;
   twice.count *= 2;
   parts(twice);
 }

@@ -10,7 +10,7 @@ namespace phalanx {
 
 // One call of `reduce`, erased. A raw struct: the variants use no library templates, whose shared
 // instantiations could otherwise be compiled for an instruction set this machine lacks.
-struct Job {
+struct Operands {
   void* const* dsts;
   size_t num_dsts;
   const void* const* srcs;
@@ -19,7 +19,7 @@ struct Job {
   const double* factors;
 };
 
-using Kernel = void (*)(const Job&);
+using Kernel = void (*)(const Operands&);
 using Measure = double (*)(const void* data, size_t count);
 
 struct Table {

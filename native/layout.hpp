@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstring>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "heap.hpp"
@@ -94,22 +95,30 @@ struct Posting {
 
   // Write it where others may glance at it meanwhile, and such a glance, which may see something
   // half written: good enough to tell a person about it.
-  void show(Posting& place) const {
-    auto* from = reinterpret_cast<const uint64_t*>(this);
-    auto* to = reinterpret_cast<uint64_t*>(&place);
-    for (size_t i = 0; i < sizeof(Posting) / 8; ++i)
-      std::atomic_ref(to[i]).store(from[i], std::memory_order_relaxed);
-  }
-  static Posting glance(const Posting& place) {
-    Posting copy;
-    auto* from = reinterpret_cast<uint64_t*>(const_cast<Posting*>(&place));
-    auto* to = reinterpret_cast<uint64_t*>(&copy);
-    for (size_t i = 0; i < sizeof(Posting) / 8; ++i)
-      to[i] = std::atomic_ref(from[i]).load(std::memory_order_relaxed);
-    return copy;
-  }
+  void show(Posting& place) const;
+  static Posting glance(const Posting& place);
 };
-static_assert(sizeof(Posting) % 8 == 0);
+
+// A word of a structure of any type: GCC and Clang let it alias them all.
+using AnyWord __attribute__((may_alias)) = uint64_t;
+static_assert(sizeof(Posting) % sizeof(AnyWord) == 0 && alignof(Posting) >= alignof(AnyWord));
+static_assert(std::is_trivially_copyable_v<Posting> && std::is_standard_layout_v<Posting>);
+
+inline void Posting::show(Posting& place) const {
+  auto* from = reinterpret_cast<const AnyWord*>(this);
+  auto* to = reinterpret_cast<AnyWord*>(&place);
+  for (size_t i = 0; i < sizeof(Posting) / sizeof(AnyWord); ++i)
+    __atomic_store_n(&to[i], from[i], __ATOMIC_RELAXED);
+}
+
+inline Posting Posting::glance(const Posting& place) {
+  Posting copy;
+  auto* from = reinterpret_cast<const AnyWord*>(&place);
+  auto* to = reinterpret_cast<AnyWord*>(&copy);
+  for (size_t i = 0; i < sizeof(Posting) / sizeof(AnyWord); ++i)
+    to[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
+  return copy;
+}
 
 constexpr size_t kLinePayload = 48;
 constexpr uint32_t kHistory = 64;  // postings kept per seat, and as many messages
@@ -215,6 +224,8 @@ static_assert(sizeof(Seat) % 64 == 0);
 // A value that one writes and others may copy at any time: they try again if it changed meanwhile.
 template <class T>
 class Notice {
+  static_assert(std::is_trivially_copyable_v<T>);
+
  public:
   void write(const T& value) {
     uint64_t words[kWords] = {};
@@ -348,6 +359,20 @@ uint64_t mix(uint64_t hash, uint64_t value);
 // What a seat remembers, oldest first. Another rank's seat may be written meanwhile, so each
 // posting is copied, and left out if it is not what its place says.
 std::vector<Posting> history_of(const Seat& seat);
+
+// A lock would be in the memory of one process, and a destructor run in one of them. What is read
+// from another process as bytes needs a layout that follows from its members.
+template <class... Structures>
+constexpr bool shareable =
+    ((std::is_standard_layout_v<Structures> && std::is_trivially_destructible_v<Structures>) &&
+     ...);
+static_assert(shareable<HeapHeader, RosterHeader, Member, Wait, BoardHeader, Seat, Line, Parcel,
+                        Cell, Pipe, DeadlockReport>);
+template <class... Values>
+constexpr bool lock_free = (std::atomic<Values>::is_always_lock_free && ...) &&
+                           (std::atomic_ref<Values>::is_always_lock_free && ...);
+static_assert(
+    lock_free<bool, int32_t, uint32_t, int64_t, uint64_t, Presence, Progress, Offer, Pipe::State>);
 
 inline Member* members_of(RosterHeader* roster) { return reinterpret_cast<Member*>(roster + 1); }
 

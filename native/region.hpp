@@ -22,6 +22,7 @@ struct RegionHead {
   uint32_t place;  // in the heap's directory
 };
 constexpr size_t kRegionHead = 64;
+static_assert(sizeof(RegionHead) <= kRegionHead && std::is_standard_layout_v<RegionHead>);
 
 class Region {
  public:

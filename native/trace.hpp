@@ -86,6 +86,11 @@ struct RangeSlot {  // a stretch of the user's program
   char name[96];
 };
 
+static_assert(std::is_standard_layout_v<Head> && std::is_trivially_destructible_v<Head>);
+static_assert(std::is_trivially_copyable_v<SiteSlot> && std::is_trivially_copyable_v<GroupSlot> &&
+              std::is_trivially_copyable_v<OperationSlot> &&
+              std::is_trivially_copyable_v<RangeSlot>);
+static_assert(std::atomic_ref<Kind>::is_always_lock_free);
 static_assert(sizeof(SiteSlot) <= kSlotBytes && sizeof(GroupSlot) <= kSlotBytes);
 static_assert(sizeof(OperationSlot) == kSlotBytes && sizeof(RangeSlot) <= kSlotBytes);
 

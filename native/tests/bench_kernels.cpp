@@ -60,7 +60,7 @@ void rates(size_t bytes) {
   const auto run = [&](const Table& table, DType dtype, Reduce op, std::vector<void*> dsts,
                        size_t num_srcs) {
     const double factors[] = {1, 1, 1, 1};
-    const Job job{dsts.data(), dsts.size(), srcs, num_srcs, bytes / item_size(dtype), factors};
+    const Operands job{dsts.data(), dsts.size(), srcs, num_srcs, bytes / item_size(dtype), factors};
     return gigabytes_per_second(bytes, [&] { table.at(dtype, op)(job); });
   };
   std::printf("\n%zu KiB per operand\n", bytes >> 10);

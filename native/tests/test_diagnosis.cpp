@@ -57,6 +57,29 @@ TEST(ranks_agree_on_what_was_given_up) {
   });
 }
 
+// Rank 0 sleeps through a row of meetings that the others give up, all at the same time. No rank
+// has a core here, so the board is a crowded one.
+TEST(no_meeting_is_lost_from_a_row_that_is_given_up) {
+  constexpr uint64_t kMeetings = 100'000;
+  constexpr int kRanks = 4;
+  auto board = Board::create(Roster::create(kRanks, true), all_ranks(kRanks), "world", "");
+  REQUIRE(board->crowded());
+  std::vector<std::thread> others;
+  for (int rank = 1; rank < kRanks; ++rank)
+    others.emplace_back([&, rank] {
+      for (uint64_t clock = 1; clock <= kMeetings; ++clock) {
+        Posting& posting = board->posting(rank, clock);
+        const auto arrival = board->count_arrival(clock);
+        CHECK(arrival == Board::Arrival::TooLate ||
+              board->give_up(rank, clock, posting, Progress::TimedOut));
+        CHECK(board->is_given_up(clock) && board->is_given_up(1));
+      }
+    });
+  for (auto& other : others) other.join();
+  for (uint64_t clock = 1; clock <= kMeetings; ++clock) CHECK(board->is_given_up(clock));
+  CHECK(!board->is_given_up(kMeetings + 1));
+}
+
 TEST(crossed_receives_are_a_deadlock) {
   for (auto on : {on_threads, on_processes})
     on(3, [](Rank& self) {

@@ -281,3 +281,18 @@ TEST(heap_gives_memory_back) {
   Block again = Block::shared(1 << 20);
   for (size_t i = 0; i < again.size(); i += 4096) CHECK(again.data()[i] == std::byte{0});
 }
+
+TEST(the_timeout_of_a_group_may_change_during_its_calls) {
+  on_threads(2, [](Rank& self) {
+    std::atomic<bool> done = false;
+    std::thread other([&] {
+      for (int round = 0; !done; ++round) self.group.timeout = 20 + round % 2;
+    });
+    for (int round = 0; round < 200; ++round) {
+      Call call;
+      run(self, call);
+    }
+    done = true;
+    other.join();
+  });
+}

@@ -150,7 +150,8 @@ void verify(const Table* table, DType dtype, Reduce op, const std::vector<Bytes>
   }
 
   if (table != nullptr) {
-    table->at(dtype, op)(Job{dsts.data(), dsts.size(), srcs.data(), srcs.size(), count, factors});
+    table->at(dtype,
+              op)(Operands{dsts.data(), dsts.size(), srcs.data(), srcs.size(), count, factors});
   } else {
     reduce({dtype, op, factors}, dsts, srcs, count);
   }
@@ -286,7 +287,7 @@ TEST(halves_survive_the_way_through_float) {
       std::vector<uint16_t> out(all.size());
       void* dst = out.data();
       const void* src = all.data();
-      table->at(dtype, Reduce::PremulSum)(Job{&dst, 1, &src, 1, all.size(), &one});
+      table->at(dtype, Reduce::PremulSum)(Operands{&dst, 1, &src, 1, all.size(), &one});
       for (size_t i = 0; i < all.size(); ++i) {
         const bool nan = (i & 0x7fff) > infinity;
         CHECK(nan ? (out[i] & 0x7fff) > infinity : out[i] == i);
@@ -320,7 +321,7 @@ TEST(halves_round_to_nearest_even) {
         std::vector<uint16_t> out(all.size());
         void* dst = out.data();
         const void* src = all.data();
-        table->at(dtype, Reduce::PremulSum)(Job{&dst, 1, &src, 1, all.size(), &factor});
+        table->at(dtype, Reduce::PremulSum)(Operands{&dst, 1, &src, 1, all.size(), &factor});
         Bytes expected(all.size() * 2);
         for (size_t i = 0; i < all.size(); ++i) {
           const auto wide = static_cast<float>(format.decode(all[i]));
@@ -349,7 +350,7 @@ TEST(floats_of_any_bits_round_to_halves) {
       for (const Table* table : tables()) {
         uint16_t out[17];
         void* dst = out;
-        table->at(dtype, Reduce::PremulSum)(Job{&dst, 1, &src, 1, ones.size(), &factor});
+        table->at(dtype, Reduce::PremulSum)(Operands{&dst, 1, &src, 1, ones.size(), &factor});
         CHECK_EQ(mismatches(dtype, reinterpret_cast<uint8_t*>(out), expected), size_t{0});
       }
     }
@@ -364,7 +365,7 @@ TEST(nan_wins_minimum_and_maximum) {
       float out[4];
       void* dst = out;
       const void* srcs[] = {a, b};
-      table->at(DType::F32, op)(Job{&dst, 1, srcs, 2, 4, nullptr});
+      table->at(DType::F32, op)(Operands{&dst, 1, srcs, 2, 4, nullptr});
       CHECK(std::isnan(out[0]) && std::isnan(out[1]) && std::isnan(out[2]));
       CHECK_EQ(out[3], op == Reduce::Min ? 0.0f : 5.0f);
     }
