@@ -2,7 +2,9 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <string>
+#include <utility>
 
 #include "bindings_tensor.hpp"
 #include "bindings_unlocked.hpp"
@@ -91,11 +93,75 @@ std::vector<double> copy_tensors(nb::handle dsts, nb::handle srcs, bool measure)
   return squares;
 }
 
+// The memory between the first and the last element of a tensor of one call of a batch.
+struct Extent {
+  const std::byte *begin = nullptr, *end = nullptr;
+  size_t call = 0;
+};
+
+Extent extent_of(const Look& look, size_t call) {
+  const size_t item = item_size(look.dtype);
+  auto* data = static_cast<const std::byte*>(look.shown.data) + look.shown.byte_offset;
+  if (look.dense) return {data, data + look.count * item, call};
+  int64_t below = 0, above = 0;  // in elements
+  for (int i = 0; i < look.shown.ndim; ++i) {
+    const int64_t reach = (look.shown.shape[i] - 1) * look.shown.strides[i];
+    (reach < 0 ? below : above) += reach;
+  }
+  return {data + below * int64_t(item), data + (above + 1) * int64_t(item), call};
+}
+
+void add_extents(std::vector<Extent>& extents, nb::handle given, size_t call) {
+  if (PyList_Check(given.ptr()) || PyTuple_Check(given.ptr())) {
+    for (nb::handle each : given) add_extents(extents, each, call);
+  } else if (PyObject_TypeCheck(given.ptr(), torch().tensor)) {
+    // What cannot be exchanged as it is, such as tensors on other devices, is not looked into.
+    if (Look look(given); !look.fault && look.count) extents.push_back(extent_of(look, call));
+  }
+}
+
+// Which calls of a batch, as (name, arguments), have a tensor whose extent overlaps one of another
+// call. The extents are swept in the order of their beginnings. Of those that have begun it is
+// enough to know the two of different calls that reach furthest: whatever else a later extent
+// meets overlaps one of these two as well, and so has been noted before.
+std::vector<size_t> overlapping_calls(nb::sequence calls) {
+  std::vector<Extent> extents;
+  const size_t count = nb::len(calls);
+  extents.reserve(2 * count);
+  for (size_t call = 0; call < count; ++call) {
+    nb::object args = nb::borrow<nb::sequence>(calls[call])[1];
+    add_extents(extents, args, call);
+  }
+  std::sort(extents.begin(), extents.end(),
+            [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  std::vector<bool> noted(count);
+  Extent furthest, second;  // of different calls
+  for (const Extent& extent : extents) {
+    for (const Extent& other : {furthest, second}) {
+      if (other.end <= extent.begin || other.call == extent.call) continue;
+      noted[other.call] = noted[extent.call] = true;
+    }
+    if (extent.call == furthest.call) {
+      if (extent.end > furthest.end) furthest = extent;
+    } else if (extent.end > furthest.end) {
+      second = std::exchange(furthest, extent);
+    } else if (extent.end > second.end) {
+      second = extent;
+    }
+  }
+  std::vector<size_t> result;
+  for (size_t call = 0; call < count; ++call)
+    if (noted[call]) result.push_back(call);
+  return result;
+}
+
 }  // namespace
 
 void bind_copies(nb::module_& m) {
   m.def("copy_all", &copy_tensors, nb::arg("dsts"), nb::arg("srcs"), nb::arg("measure"),
         "Copy each source to its destination, and return the sums of squares if asked to.");
+  m.def("overlapping_calls", &overlapping_calls, nb::arg("calls"),
+        "Return which calls of a batch have a tensor that shares memory with one of another call.");
   m.def("instructions", &instructions,
         "Name the vector instructions that reductions use on this machine.");
 }

@@ -13,6 +13,7 @@
 #include "bindings_site.hpp"
 #include "bindings_tensor.hpp"
 #include "bindings_unlocked.hpp"
+#include "copies.hpp"
 #include "lane.hpp"
 #include "mailbox.hpp"
 
@@ -194,6 +195,29 @@ class Engine {
     return issue(std::move(call), timeout, async, outputs, inputs);
   }
 
+  // A copy on this rank alone, in its turn among the collectives.
+  nb::object copy_in_turn(nb::handle to, nb::handle from, bool async) {
+    check_own();
+    Graveyard::empty();
+    auto [call, target] = about(Op::AllReduce, to, -1);  // what a report would call it
+    const Look source(from);
+    const Transfer transfer{call.dtype, target, source.view()};
+    if (source.dtype != call.dtype || source.count != target.count)
+      throw nb::value_error("copy_in_turn: dtype and number of elements must be the same");
+    const auto run = [transfer] { copy_all({&transfer, 1}, nullptr); };
+    bool done = false;
+    if (!async) {
+      Unlocked unlock;
+      UnderWay call_under_way;
+      done = lane_->try_run(run);
+    }
+    if (done) return nb::none();
+    Sites::find(call.site, call.api, size_t(call.op));
+    auto body = [run, alive = Graveyard::keep(nb::make_tuple(to, from))](bool) { run(); };
+    const bool at_once = target.count * item_size(call.dtype) > kShort;
+    return pending(lane_->submit(std::move(body), at_once), call, async);
+  }
+
   nb::object send(nb::handle tensor, int to, int tag, double timeout, bool async) {
     return deliver(Op::Send, tensor, to, tag, timeout, async);
   }
@@ -351,9 +375,13 @@ class Engine {
         throw;
       }
     };
+    return pending(lane_->submit(std::move(body), at_once), *shared, async);
+  }
+
+  // What Python gets for a job in the lane: a way to wait for it, or nothing once it is done.
+  nb::object pending(std::shared_ptr<Job> job, const Call& call, bool async) {
     std::shared_ptr<Pending> pending = std::make_shared<PendingJob>(
-        nb::find(*this), lane_, lane_->submit(std::move(body), at_once), board_, group_.rank(),
-        *shared);
+        nb::find(*this), lane_, std::move(job), board_, group_.rank(), call);
     if (async) return nb::cast(pending);
     {
       Unlocked unlock;
@@ -562,6 +590,7 @@ void bind_engine(nb::module_& m) {
            nb::arg())
       .def("reduce_scatter", &Engine::reduce_scatter)
       .def("all_to_all", &Engine::all_to_all)
+      .def("copy_in_turn", &Engine::copy_in_turn)
       .def("send", &Engine::send)
       .def("recv", &Engine::recv);
 }

@@ -204,6 +204,12 @@ class ClearsOutputsFirst(MemoryBackend):
         return super().all_gather_single(output.zero_(), input, **options)
 
 
+@breaks(collectives.outputs_across_inputs)
+class WritesWhileItReads(MemoryBackend):
+    def all_gather(self, outputs, input, *, timeout=None, async_op=False):
+        return self._issue(outputs, timeout, async_op, self._all_gather, outputs, input)
+
+
 @breaks(collectives.barrier)
 class OnlyWaits(MemoryBackend):
     def barrier(self, *, timeout=None, async_op=False):
@@ -270,6 +276,12 @@ class GivesUpWithTheWait(MemoryBackend):
 class CoalescesBackwards(MemoryBackend):
     def coalesce(self, calls, **options):
         return super().coalesce(calls[::-1], **options)
+
+
+@breaks(works.coalesced_calls_that_share_memory)
+class ReadsWhatItHasWritten(MemoryBackend):
+    def coalesce(self, calls, *, timeout=None, async_op=False):
+        return self._run_batch(calls, timeout, async_op)
 
 
 @breaks(works.sequence_numbers)

@@ -216,6 +216,54 @@ def test_coalesced_forms(run):
     run(body, 2)
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+def test_a_tensor_twice_in_a_coalesced_call(run, async_op):
+    """All calls of one read before any writes, as on Gloo."""
+
+    def body():
+        rank, size = dist.get_rank(), dist.get_world_size()
+
+        def values(count):
+            return torch.arange(count) + 10.0 * rank + 1
+
+        def done(future):
+            if future is not None:
+                future.wait()
+
+        total = sum(torch.arange(5) + 10.0 * other + 1 for other in range(size)).tolist()
+        tensor = values(5)
+        done(dist.all_reduce_coalesced([tensor, tensor, tensor], async_op=async_op))
+        assert tensor.tolist() == total
+        tensor = values(5)
+        done(dist.all_reduce_coalesced([tensor[2:], tensor[:4], tensor[::2]], async_op=async_op))
+        assert tensor.tolist() == total
+        tensor = values(5)
+        with dist._coalescing_manager(async_ops=async_op) as manager:
+            dist.all_reduce(tensor)
+            dist.all_reduce(tensor[1:], op=ReduceOp.MAX)
+        manager.wait()
+        largest = torch.arange(5) + 10.0 * (size - 1) + 1
+        assert tensor.tolist() == [total[0], *largest[1:].tolist()]
+
+        own = values(2)
+        outputs = [[torch.zeros(2), torch.zeros(2)] for _ in range(size)]
+        outputs[0][0] = own  # rank 0's goes where this rank's is
+        done(dist.all_gather_coalesced(outputs, [own, own], async_op=async_op))
+        assert [[each.tolist() for each in pair] for pair in outputs] == [
+            [[1.0 + 10 * other, 2.0 + 10 * other]] * 2 for other in range(size)
+        ]
+
+        given, second = values(2 * size), torch.zeros(2)
+        with dist._coalescing_manager(async_ops=async_op) as manager:
+            dist.reduce_scatter_tensor(given[:2], given)
+            dist.reduce_scatter_tensor(second, given)
+        manager.wait()
+        mine = sum(torch.arange(2) + 2 * rank + 10.0 * other + 1 for other in range(size))
+        assert given[:2].tolist() == second.tolist() == mine.tolist()
+
+    run(body, 3)
+
+
 def test_methods_of_a_group(run):
     def body():
         group, tensor = dist.group.WORLD, torch.tensor([dist.get_rank() + 1])
@@ -241,7 +289,8 @@ def test_coalescing_manager(run):
             dist.reduce_scatter_tensor(own, torch.ones(2 * size))
             assert tensors[0][0] == 1  # nothing has run yet
             dist.barrier()  # what cannot be coalesced runs at once
-        assert tensors[0][0] == tensors[1][0] == gathered[1, 1] == own[0] == size
+        assert tensors[0][0] == tensors[1][0] == own[0] == size
+        assert gathered.tolist() == [[1, 1]] * size  # read before anything was written
         with dist._coalescing_manager(async_ops=True) as manager:
             work = dist.all_reduce(tensors[0], async_op=True)
             with pytest.raises(ValueError, match="block"):

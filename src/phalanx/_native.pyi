@@ -97,6 +97,12 @@ def copy_all(dsts: Sequence[Tensor], srcs: Sequence[Tensor], measure: bool) -> l
     copied if a pair does not fit.
     """
 
+def overlapping_calls(calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[int]:
+    """Return which calls of a batch have a tensor that shares memory with one of another call.
+
+    Memory is what lies between a tensor's first and last element.
+    """
+
 def instructions() -> str:
     """Name the vector instructions that reductions use here: "avx512", "avx2" or "baseline"."""
 
@@ -294,6 +300,7 @@ class Group:
     def all_to_all(
         self, outputs: _Parts, inputs: _Parts, like: Tensor, timeout: float, asynchronous: bool, /
     ) -> Pending | None: ...
+    def copy_in_turn(self, to: Tensor, source: Tensor, asynchronous: bool, /) -> Pending | None: ...
     def send(
         self, tensor: Tensor, to: int, tag: int, timeout: float, asynchronous: bool, /
     ) -> Pending | None: ...

@@ -69,8 +69,9 @@ def _coalescing_manager(
 ) -> Iterator[CoalescedWork]:
     """Run the all_reduce, all_gather_single and reduce_scatter_single calls of a block as one.
 
-    They start, in order, when the block ends; other operations run at once. With ``async_ops``
-    wait for them with ``wait()`` of what the block is given. ``device`` has no effect.
+    They start, in order, when the block ends; all of them read before any of them writes, also
+    where they share memory. Other operations run at once. With ``async_ops`` wait for them with
+    ``wait()`` of what the block is given. ``device`` has no effect.
     """
     member = resolve(group)
     transport = member.transport

@@ -69,7 +69,10 @@ def all_reduce_coalesced(
     group: ProcessGroup | None = None,
     async_op: bool = False,
 ) -> Future[Any] | None:
-    """Reduce several tensors as one operation; a future if ``async_op``."""
+    """Reduce several tensors as one operation; a future if ``async_op``.
+
+    All are read before any is written: a tensor that is given twice ends up as the reduction.
+    """
     found = transport(group, "all_reduce_coalesced")
     if found is None:
         return None
@@ -158,7 +161,8 @@ def all_gather_coalesced(
 ) -> Future[Any] | None:
     """Gather several tensors as one operation; a future if ``async_op``.
 
-    Rank i's ``input_tensor_list[k]`` goes to everybody's ``output_tensor_lists[i][k]``.
+    Rank i's ``input_tensor_list[k]`` goes to everybody's ``output_tensor_lists[i][k]``. All inputs
+    are read before any output is written.
     """
     found = transport(group, "all_gather_coalesced")
     if found is None:

@@ -314,10 +314,13 @@ class ThreadWork(Work):
 
 
 class JoinedWork(Work):
-    """Several works, seen as one that is done when all are."""
+    """Several works, seen as one that is done when all are; its outputs are theirs unless given."""
 
-    def __init__(self, works: Sequence[Work]) -> None:
+    def __init__(
+        self, works: Sequence[Work], outputs: Sequence[torch.Tensor] | None = None
+    ) -> None:
         self._works = list(works)
+        self._outputs = outputs
 
     def wait(self, timeout: Timeout | None = None) -> bool:
         deadline = None if timeout is None else Deadline(seconds(timeout))
@@ -332,4 +335,6 @@ class JoinedWork(Work):
         return next((e for work in self._works if (e := work.exception()) is not None), None)
 
     def result(self) -> list[torch.Tensor]:
+        if self._outputs is not None:
+            return list(self._outputs)
         return [tensor for work in self._works for tensor in work.result()]

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from phalanx import bystanders
-from phalanx.backends import monitored, reduction
+from phalanx.backends import monitored, overlaps, reduction
+from phalanx.backends.overlaps import Call as Call
 from phalanx.types import Deadline, ReduceOp
 from phalanx.work import JoinedWork, ThreadWork, Work
 
 # Users' tags are not negative: collectives and monitored barriers have streams of their own.
 COLLECTIVE = -1
 _MONITOR = -2
-
-Call = tuple[str, tuple[Any, ...]]
 
 # The operations of the contract.
 MESSAGES = frozenset({"send", "recv"})
@@ -148,10 +147,39 @@ class GroupBackend(ABC):
         """
         return []
 
-    def coalesce(self, calls: Sequence[Call], *, async_op: bool = False) -> Work | None:
-        """Run ``(method name, arguments)`` calls in order, as one operation."""
-        works = [getattr(self, name)(*args, async_op=async_op) for name, args in calls]
+    def coalesce(
+        self, calls: Sequence[Call], *, timeout: float | None = None, async_op: bool = False
+    ) -> Work | None:
+        """Run ``(method name, arguments)`` calls in order, as one operation.
+
+        All of them read before any of them writes, also where they share memory. The timeout is
+        that of each call.
+        """
+        suspects = overlaps.found(calls)
+        if not suspects:
+            return self._run_batch(calls, timeout, async_op)
+        outputs = [
+            tensor
+            for name, args in calls
+            for tensor in overlaps.used(name, args, self.rank).written
+        ]
+        work = self._run_batch(overlaps.resolved(calls, suspects, self.rank), timeout, async_op)
+        return None if work is None else JoinedWork([work], outputs)
+
+    def _run_batch(
+        self, calls: Sequence[Call], timeout: float | None, async_op: bool
+    ) -> Work | None:
+        """Run calls in order, which depend on each other in that order."""
+        works = [
+            getattr(self, name)(*args, timeout=timeout, async_op=async_op) for name, args in calls
+        ]
         return JoinedWork(works) if async_op else None
+
+    def copy_in_turn(
+        self, output: Tensor, input: Tensor, *, timeout: float | None = None, async_op: bool = False
+    ) -> Work | None:
+        """Copy on this rank alone, after the collectives that were issued before."""
+        return self._in_turn(functools.partial(_without_grad, _copy, output, input), [], async_op)
 
     def broadcast(
         self, tensor: Tensor, root: int, *, timeout: float | None = None, async_op: bool = False
@@ -198,12 +226,15 @@ class GroupBackend(ABC):
         async_op: bool = False,
     ) -> Work | None:
         """Copy rank i's input to everybody's outputs[i]; ranks may differ in shape."""
+        (input,) = overlaps.spared([input], outputs, self.rank)
         return self._issue(outputs, timeout, async_op, self._all_gather, outputs, input)
 
     def all_gather_single(
         self, output: Tensor, input: Tensor, *, timeout: float | None = None, async_op: bool = False
     ) -> Work | None:
         """Copy all inputs, one behind the other, to everybody's output."""
+        if output.is_contiguous():  # else its parts are not written before all are there
+            (input,) = overlaps.spared([input], _parts(output.detach(), self.size), self.rank)
         return self._issue([output], timeout, async_op, self._all_gather_single, output, input)
 
     def gather(
@@ -216,6 +247,7 @@ class GroupBackend(ABC):
         async_op: bool = False,
     ) -> Work | None:
         """Copy rank i's input to root's outputs[i]; other ranks pass None."""
+        (input,) = overlaps.spared([input], outputs or [], self.rank)
         return self._issue(outputs or [], timeout, async_op, self._gather, outputs, input, root)
 
     def scatter(
@@ -240,6 +272,7 @@ class GroupBackend(ABC):
         async_op: bool = False,
     ) -> Work | None:
         """Put the reduction of everybody's inputs[i] into rank i's output; shapes may differ."""
+        inputs = overlaps.spared(inputs, [output])
         return self._issue([output], timeout, async_op, self._reduce_scatter, output, inputs, op)
 
     def reduce_scatter_single(
@@ -252,6 +285,7 @@ class GroupBackend(ABC):
         async_op: bool = False,
     ) -> Work | None:
         """Reduce the inputs and leave the i-th part, of equal parts, in rank i's output."""
+        (input,) = overlaps.spared([input], [output])
         return self._issue(
             [output], timeout, async_op, self._reduce_scatter_single, output, input, op
         )
@@ -265,6 +299,7 @@ class GroupBackend(ABC):
         async_op: bool = False,
     ) -> Work | None:
         """Copy rank i's inputs[j] to rank j's outputs[i]; shapes may differ."""
+        inputs = overlaps.spared(inputs, outputs)
         return self._issue(outputs, timeout, async_op, self._all_to_all, outputs, inputs)
 
     def all_to_all_single(
@@ -279,6 +314,7 @@ class GroupBackend(ABC):
     ) -> Work | None:
         """Do an all_to_all of slices along the first dimension (None: equal slices)."""
         outputs = slices(output, output_splits, self.size)
+        (input,) = overlaps.spared([input], [output])
         inputs = slices(input, input_splits, self.size)
         return self._issue([output], timeout, async_op, self._all_to_all, outputs, inputs)
 
@@ -425,6 +461,12 @@ class GroupBackend(ABC):
         self._issued += 1
         deadline = Deadline(self.timeout if timeout is None else timeout)
         call = functools.partial(_without_grad, step, deadline, *args)
+        return self._in_turn(call, outputs, async_op)
+
+    def _in_turn(
+        self, call: Callable[[], None], outputs: Sequence[Tensor], async_op: bool
+    ) -> Work | None:
+        """Make a call after all that was issued before it."""
         if not async_op and self._lane.idle():
             call()
             return None

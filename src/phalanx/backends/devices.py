@@ -77,20 +77,26 @@ class DeviceRouter(GroupBackend):
         engine = self.engine(devices.pop() if devices else "cpu")
         return getattr(engine, name)(*args, **kwargs)
 
-    def coalesce(self, calls: Sequence[Call], *, async_op: bool = False) -> Work | None:
+    def _run_batch(
+        self, calls: Sequence[Call], timeout: float | None, async_op: bool
+    ) -> Work | None:
         """Hand calls to their engines, those in a row on one device together."""
         works: list[Work | None] = []
         batch: list[Call] = []
         before = ""
+
+        def hand_over() -> None:
+            works.append(self.engine(before)._run_batch(batch, timeout, async_op))
+
         for call in calls:
             devices = sorted({tensor.device.type for tensor in _tensors(call[1])}) or ["cpu"]
             if batch and devices[0] != before:
-                works.append(self.engine(before).coalesce(batch, async_op=async_op))
+                hand_over()
                 batch = []
             before = devices[0]
             batch.append(call)
         if batch:
-            works.append(self.engine(before).coalesce(batch, async_op=async_op))
+            hand_over()
         return JoinedWork([work for work in works if work is not None]) if async_op else None
 
     def sequence_number(self) -> int:
@@ -147,5 +153,5 @@ def _route(name: str) -> Any:
     return routed
 
 
-for _name in (COLLECTIVES | MESSAGES) - DeviceRouter.__dict__.keys():
+for _name in (COLLECTIVES | MESSAGES) - {"coalesce"} - DeviceRouter.__dict__.keys():
     setattr(DeviceRouter, _name, _route(_name))

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from phalanx import _native, bystanders, errors
+from phalanx.backends import overlaps
 from phalanx.backends.base import Call, GroupBackend
 from phalanx.backends.registry import BackendOptions
 from phalanx.errors import DistBackendError, DistTimeout, PeerFailed, StoreTimeout
@@ -188,18 +189,27 @@ class LocalBackend(GroupBackend):
     def history(self) -> list[dict[str, Any]]:
         return self.engine.history()
 
-    def coalesce(self, calls: Sequence[Call], *, async_op: bool = False) -> Work | None:
+    def _run_batch(
+        self, calls: Sequence[Call], timeout: float | None, async_op: bool
+    ) -> Work | None:
         # Each call says which of how many it is, so that ranks whose batches differ in length learn
         # that at the first one.
-        batch = len(calls) if len(calls) > 1 else 0
-        works = []
+        batch = sum(name != overlaps.COPY for name, _ in calls) if len(calls) > 1 else 0
+        batch *= batch > 1
+        works, part = [], 0
         try:
-            for part, (name, args) in enumerate(calls, 1):
+            for name, args in calls:
+                part += name != overlaps.COPY
                 _native.batch(part, batch)
-                works.append(getattr(self, name)(*args, async_op=async_op))
+                works.append(getattr(self, name)(*args, timeout=timeout, async_op=async_op))
         finally:
             _native.batch(0, 0)
         return JoinedWork(works) if async_op else None
+
+    def copy_in_turn(
+        self, output: Tensor, input: Tensor, *, timeout: float | None = None, async_op: bool = False
+    ) -> Work | None:
+        return _work(self.engine.copy_in_turn(output, input, async_op), ())
 
     # Collectives
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from phalanx import dispatch
+from phalanx.backends import overlaps
 from phalanx.backends.base import COLLECTIVES, Call
 from phalanx.debug import notes
 from phalanx.errors import BufferInUse
@@ -328,16 +329,11 @@ def used(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int) ->
     if name == "coalesce":
         calls: Sequence[Call] = args[0]
         return [each for call, given in calls for each in used(call, given, {}, rank)]
-    if name in ("broadcast", "reduce"):
-        return [(args[0], (args[1] == rank) == (name == "reduce"))]
-    if name == "all_reduce":
-        squares = args[2] if len(args) > 2 else kwargs.get("squares")
-        return [(tensor, True) for tensor in (args[0], squares) if tensor is not None]
-    if name in ("send", "recv"):
-        return [(args[0], name == "recv")]
-    outputs, inputs = (*args[:2], (), ())[:2]
-    written, read = _tensors(outputs), _tensors(inputs)
-    return [(each, True) for each in written] + [(each, False) for each in read]
+    found = overlaps.used(name, args, rank)
+    squares = _tensors(kwargs.get("squares"))
+    written = [(each, True) for each in found.written + squares]
+    in_place = name == "all_reduce" or (name == "reduce" and found.written)
+    return written if in_place else written + [(each, False) for each in found.read]
 
 
 def _tensors(given: Any) -> list[Tensor]:

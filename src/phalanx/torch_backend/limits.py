@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from phalanx.backends.base import COLLECTIVES, MESSAGES, Call, GroupBackend
-from phalanx.work import JoinedWork, Work
+from phalanx.backends.base import COLLECTIVES, MESSAGES, GroupBackend
 
 _LIMITED = COLLECTIVES | MESSAGES
 
@@ -22,7 +20,3 @@ class Limited:
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._transport, name)
         return partial(found, timeout=self._timeout) if name in _LIMITED else found
-
-    def coalesce(self, calls: Sequence[Call], *, async_op: bool = False) -> Work | None:
-        works = [getattr(self, name)(*args, async_op=async_op) for name, args in calls]
-        return JoinedWork(works) if async_op else None

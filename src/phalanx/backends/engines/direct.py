@@ -15,14 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.backends import reduction
-from phalanx.backends.base import GroupBackend, slices
+from phalanx.backends import overlaps, reduction
+from phalanx.backends.base import Call, GroupBackend, slices
 from phalanx.backends.engines import sites
 from phalanx.backends.engines.helpers import Helpers
 from phalanx.backends.registry import BackendOptions
 from phalanx.errors import DistBackendError, DistTimeout, PeerFailed
 from phalanx.types import ReduceOp, Timeout, seconds
-from phalanx.work import Work
+from phalanx.work import CompletedWork, Work
 
 # What engines say when the other end is gone or late: they have no error classes of their own.
 _GONE = ("closed by peer", "reset by peer", "remote process exited", "broken pipe", "refused")
@@ -276,6 +276,17 @@ class DirectEngine(GroupBackend):
         self._issued += 1
         started = self._start("barrier", "barrier", self._classes.BarrierOptions())
         return self._end("barrier", [started], (), timeout, async_op)
+
+    def coalesce(
+        self, calls: Sequence[Call], *, timeout: float | None = None, async_op: bool = False
+    ) -> Work | None:
+        if not (async_op and overlaps.found(calls)):
+            return super().coalesce(calls, timeout=timeout, async_op=async_op)
+        # Copies between calls have to wait for them, and these have no queue to wait in.
+        super().coalesce(calls, timeout=timeout)
+        return CompletedWork(
+            [each for call in calls for each in overlaps.used(*call, self.rank).written]
+        )
 
     # What they are made of
 

@@ -285,6 +285,44 @@ def gathering_in_place(backend: GroupBackend) -> None:
     same(torch.stack(outputs), torch.stack(inputs))
 
 
+def outputs_across_inputs(backend: GroupBackend) -> None:
+    """A collective reads its inputs before it writes to outputs that lie across them."""
+    size, rank = backend.size, backend.rank
+    for count in (2, 3000):
+        inputs = inputs_of(backend, (size, count), torch.float32, count)
+        mine = [each[rank] for each in inputs]
+        other = (rank + 1) % size
+
+        def own() -> Tensor:
+            return inputs[rank].clone()  # noqa: B023
+
+        room = own()
+        backend.all_gather(list(room), room[other])
+        gathered = [each[(i + 1) % size] for i, each in enumerate(inputs)]
+        same(room, torch.stack(gathered), "all_gather")
+        room = own()
+        backend.all_gather_single(room, room[other])
+        same(room, torch.stack(gathered), "all_gather_single")
+        room = own()
+        backend.gather(list(room) if rank == 0 else None, room[other], 0)
+        same(room, torch.stack(gathered) if rank == 0 else own(), "gather")
+        room = own()
+        backend.scatter(room[other], list(room) if rank == 0 else None, 0)
+        same(room[other], inputs[0][rank], "scatter")
+        room = own()
+        backend.reduce_scatter(room[other], list(room), ReduceOp.SUM)
+        is_reduction(backend, room[other], mine, ReduceOp.SUM, "reduce_scatter")
+        room = own()
+        backend.reduce_scatter_single(room[other], room, ReduceOp.SUM)
+        is_reduction(backend, room[other], mine, ReduceOp.SUM, "reduce_scatter_single")
+        room = own()
+        backend.all_to_all(list(room), list(room))
+        same(room, torch.stack(mine), "all_to_all")
+        room = own()
+        backend.all_to_all_single(room, room, None, None)
+        same(room, torch.stack(mine), "all_to_all_single")
+
+
 RULES: list[Rule] = [
     all_reduce,
     all_reduce_of_every_shape,
@@ -304,5 +342,6 @@ RULES: list[Rule] = [
     all_to_all_single_in_equal_parts,
     inputs_are_kept,
     gathering_in_place,
+    outputs_across_inputs,
     barrier,
 ]

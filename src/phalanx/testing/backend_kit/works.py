@@ -172,21 +172,65 @@ def dropped_works(backend: GroupBackend) -> None:
 
 def coalesced(backend: GroupBackend) -> None:
     """Coalesced calls run in order, as one operation with one work."""
+    size = backend.size
     for async_op in (False, True):
         a, b = torch.ones(3), torch.ones(4, dtype=torch.int64)
-        output = torch.zeros(backend.size, 3)
+        output = torch.zeros(size, 3)
+        last = inputs_of(backend, (3,), torch.float32, 1)
         calls = [
             ("all_reduce", (a, ReduceOp.SUM)),
             ("all_reduce", (b, ReduceOp.SUM)),
-            ("all_gather_single", (output, a)),
+            ("all_gather_single", (output, torch.full((3,), 7.0))),
+            ("all_gather_single", (output, last[backend.rank].clone())),
         ]
         work = backend.coalesce(calls, async_op=async_op)
         assert (work is not None) == async_op
         if work is not None:
             work.wait()
-        same(a, torch.full((3,), float(backend.size)))
-        same(b, torch.full((4,), backend.size))
-        same(output, a.expand(backend.size, 3).contiguous())
+        same(a, torch.full((3,), float(size)))
+        same(b, torch.full((4,), size))
+        same(output, torch.stack(last))
+
+
+def coalesced_calls_that_share_memory(backend: GroupBackend) -> None:
+    """All coalesced calls read before any of them writes, also on one rank with overlaps alone."""
+    size, rank = backend.size, backend.rank
+    for async_op in (False, True):
+        for part, shares in ((1, True), (5000, True), (1, rank == 0)):
+            count, salt = 3 * part, 2 * part + async_op
+            inputs = inputs_of(backend, (count,), torch.float32, salt)
+            tensor = inputs[rank].clone()
+            first, second = tensor[: 2 * part], tensor[part:]
+            if not shares:
+                second = second.clone()
+            gathered = torch.full((size, count), -1.0)
+            copies = torch.zeros(size, part)
+            summands = inputs_of(backend, (size * part,), torch.float32, salt + 1)
+            parts = summands[rank].clone()
+            mine, again = parts[:part], torch.zeros(part)
+            calls = [
+                ("all_reduce", (first, ReduceOp.SUM)),
+                ("all_reduce", (second, ReduceOp.SUM)),
+                ("all_gather_single", (gathered, tensor if shares else inputs[rank])),
+                ("all_gather_single", (copies, gathered.view(-1)[:part])),
+                ("reduce_scatter_single", (mine, parts, ReduceOp.SUM)),
+                ("reduce_scatter_single", (again, parts, ReduceOp.SUM)),
+            ]
+            before = backend.sequence_number()
+            work = backend.coalesce(calls, async_op=async_op)
+            if work is not None:
+                outputs = [first, second, gathered, copies, mine, again]
+                work.wait()
+                assert [id(each) for each in work.result()] == [id(each) for each in outputs]
+            assert backend.sequence_number() == before + len(calls), "a copy is no collective"
+            case = (part, shares, async_op)
+            is_reduction(backend, first, [each[: 2 * part] for each in inputs], ReduceOp.SUM, case)
+            is_reduction(backend, second, [each[part:] for each in inputs], ReduceOp.SUM, case)
+            same(gathered, torch.stack(inputs), case)
+            same(copies, torch.full((size, part), -1.0), case)
+            own = [each.view(size, part)[rank] for each in summands]
+            is_reduction(backend, mine, own, ReduceOp.SUM, case)
+            is_reduction(backend, again, own, ReduceOp.SUM, case)
 
 
 def sequence_numbers(backend: GroupBackend) -> None:
@@ -204,6 +248,7 @@ RULES: list[Rule] = [
     waits_that_end_early,
     dropped_works,
     coalesced,
+    coalesced_calls_that_share_memory,
     sequence_numbers,
     threads,
     facts,
