@@ -108,7 +108,9 @@ Heap::Heap() : Heap(nullptr) {
   base_ = static_cast<std::byte*>(base);
   address_.pid = ::getpid();
   address_.size = size;
-  address_.start_time = process_start_time(address_.pid);
+  const ProcessFacts facts = facts_of(address_.pid);
+  address_.start_time = facts.start_time;
+  address_.stack = facts.stack;
   if (::getrandom(&address_.nonce, sizeof address_.nonce, 0) != ssize_t(sizeof address_.nonce))
     throw Failure(Kind::Backend, "getrandom: " + errno_text());
   free_[0] = size;

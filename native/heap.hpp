@@ -20,6 +20,7 @@ struct HeapAddress {
   uint64_t start_time = 0;  // of the process, so that a reused pid is not mistaken for it
   uint64_t nonce = 0;
   uint64_t size = 0;
+  uint64_t stack = 0;  // where its stack starts, so that a program put in its place is not either
 };
 
 // What a region of a heap holds, as the heap's directory says.

@@ -41,6 +41,10 @@ class Stat {
     if (end && end[1]) third_ = end + 2;
   }
   bool unknown() const { return unknown_; }
+  std::string name() const {
+    const char* start = third_ ? std::strchr(text_, '(') : nullptr;
+    return start ? std::string(start + 1, third_ - 2) : "";
+  }
   const char* field(int number) const {
     const char* at = third_;
     for (int i = 3; at && i < number; ++i)
@@ -86,12 +90,15 @@ void note_and_die(int number, siginfo_t* info, void*) {
 
 }  // namespace
 
-uint64_t process_start_time(int32_t pid) {
+ProcessFacts facts_of(int32_t pid) {
   Stat stat(pid);
-  if (stat.unknown()) return kUnknownStart;
-  const char *state = stat.field(3), *start = stat.field(22);
-  return state && !is_dead(*state) && start ? std::strtoull(start, nullptr, 10) : 0;
+  if (stat.unknown()) return {kUnknownStart, 0};
+  const char *state = stat.field(3), *start = stat.field(22), *stack = stat.field(28);
+  if (!state || is_dead(*state) || !start) return {};
+  return {std::strtoull(start, nullptr, 10), stack ? std::strtoull(stack, nullptr, 10) : 0};
 }
+
+std::string program_name(int32_t pid) { return Stat(pid).name(); }
 
 char process_state(int32_t pid) {
   Stat stat(pid);

@@ -7,10 +7,20 @@
 
 namespace phalanx {
 
-// Start time of a process in clock ticks since boot; 0 if it is gone or a zombie, kUnknownStart if
-// the system does not tell.
 constexpr uint64_t kUnknownStart = UINT64_MAX;
-uint64_t process_start_time(int32_t pid);
+
+// What tells a process from others that get its number, and from a program that takes its place.
+struct ProcessFacts {
+  // In clock ticks since boot; 0 if it is gone or a zombie, kUnknownStart if the system does not
+  // tell.
+  uint64_t start_time = 0;
+  // Address at which its stack starts, which the system chooses anew at every exec; 0 if it does
+  // not tell.
+  uint64_t stack = 0;
+};
+ProcessFacts facts_of(int32_t pid);
+
+std::string program_name(int32_t pid);  // "python3"; "" if it is gone
 
 // 'R' running, 'S' sleeping, 'T' stopped, ...; 0 if it is gone.
 char process_state(int32_t pid);

@@ -18,9 +18,16 @@ namespace {
 // its exit code: torch takes a few tenths of a second.
 constexpr int64_t kPatience = 900'000'000;
 
+// Whether a process lives that has put another program in the place of its own.
+bool has_called_exec(const HeapAddress& process, const ProcessFacts& now) {
+  return now.start_time == process.start_time && now.stack && process.stack &&
+         now.stack != process.stack;
+}
+
 bool has_ended(const HeapAddress& process) {
-  uint64_t start = process_start_time(process.pid);
-  return start != kUnknownStart && start != process.start_time;
+  ProcessFacts now = facts_of(process.pid);
+  if (now.start_time == kUnknownStart) return false;
+  return now.start_time != process.start_time || has_called_exec(process, now);
 }
 
 }  // namespace
@@ -195,6 +202,9 @@ int64_t Roster::ended_ns(int rank) const { return member(rank).ended_ns; }
 
 std::string Roster::how_it_ended(int rank) const {
   const Member& peer = member(rank);
+  if (has_called_exec(peer.heap, facts_of(peer.heap.pid)))
+    return "called exec without leaving its groups: its process now runs '" +
+           program_name(peer.heap.pid) + "' (destroy_process_group before exec)";
   int status = rank < int(processes_.size()) ? processes_[rank].status() : -1;
   int signal = status >= 0 ? status & 0x7f : peer.signal.load();
   if (signal == SIGKILL) {
@@ -210,7 +220,7 @@ std::string Roster::how_it_ended(int rank) const {
            signal_name(signal);
   if (status >= 0)
     return "exited with code " + std::to_string(status >> 8) +
-           " without leaving its groups (os._exit, or exec)";
+           " without leaving its groups (os._exit)";
   return "is gone: it was killed (SIGKILL, perhaps for lack of memory) or left by os._exit";
 }
 

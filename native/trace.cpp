@@ -125,7 +125,7 @@ File::File(const std::string& directory, const Roster& roster, int rank) : rank_
   head.pid = ::getpid();
   head.threads = roster.threads();
   head.world = roster.id();
-  head.process_start = process_start_time(::getpid());
+  head.process_start = facts_of(::getpid()).start_time;
   head.monotonic_ns = now_ns();
   head.realtime_ns = wall_clock_ns();
   boot_id().copy(head.boot, sizeof head.boot - 1);

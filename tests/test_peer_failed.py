@@ -37,6 +37,8 @@ def end(kind: str) -> Any:
         os.abort()
     elif kind == "exits at once":
         os._exit(7)
+    elif kind == "execs":
+        os.execvp("sleep", ["sleep", "1000"])
     elif kind != "leaves":
         os.kill(os.getpid(), getattr(signal, kind))
     return "left"
@@ -49,6 +51,7 @@ SAID = {
     "segfaults": "SIGSEGV",
     "aborts": "SIGABRT",
     "exits at once": "exited with code 7",
+    "execs": "called exec without leaving its groups: its process now runs 'sleep'",
     "SIGKILL": "SIGKILL",
     "SIGTERM": "SIGTERM",
     "leaves": "has left",
@@ -85,6 +88,9 @@ def test_the_others_are_told_how_a_process_ended(kind: str) -> None:
         assert SAID[kind] in text
         # Its last operation, and where that was.
         assert LAST_DEED.search(text)
+    if kind == "execs":  # though it runs on, it will not return anything
+        assert "exec" in str(results[VICTIM])
+        assert "'sleep'" in str(results[VICTIM])
 
 
 @pytest.mark.parametrize("kind", ["raises", "exits", "leaves"])

@@ -56,7 +56,7 @@ def be(rank: int, brief: Brief, sender: Connection, mouth: Mouth | None) -> None
     """Be one rank: the whole life of its process."""
     if mouth:
         mouth.open()
-    begin(brief.directory)
+    begin(brief.directory, sender)
     if not os.path.isdir(brief.directory):  # the launcher was interrupted and has given up
         return
     outcomes.last_word = lambda failure: sender.send_bytes(packed(failure))
@@ -66,11 +66,13 @@ def be(rank: int, brief: Brief, sender: Connection, mouth: Mouth | None) -> None
     sender.close()
 
 
-def begin(directory: str) -> threading.Thread:
+def begin(directory: str, line: Connection) -> threading.Thread:
     """Begin the life of a process that ends with its launcher, as does that directory.
 
     Return who sees to that: a thread that ends this process, and never returns.
     """
+    # What the rank starts, or becomes by exec, does not hold the line to the launcher.
+    os.set_inheritable(line.fileno(), False)
     watch = threading.Thread(target=_end_with_launcher, args=(directory,), daemon=True)
     bystanders.mark(watch).start()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})

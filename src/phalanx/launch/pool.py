@@ -282,7 +282,7 @@ def _directory() -> str:
 def _main(directory: str, inside: bytes, connection: Connection) -> None:
     """Be a warm process: its whole life."""
     global _here
-    watch = life.begin(directory)
+    watch = life.begin(directory, connection)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # between runs it is the launcher's matter
     _here = server = _Server(connection, watch)
     try:

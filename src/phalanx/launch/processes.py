@@ -41,6 +41,9 @@ _log = logs.area("launch")
 # How long ranks that are asked to end (SIGTERM) may take before they are killed.
 _ASKED = 2.0
 
+# How long a process may run on that can no longer send a result, before it counts as failed.
+_HUNG_UP = 1.0
+
 # How the process of a rank exits that starts ranks itself while it imports the main module.
 _UNGUARDED = 97
 
@@ -302,6 +305,15 @@ class Rank:
                 return self.take(self.outcome.recv_bytes())
         except (EOFError, ConnectionResetError):
             pass
+        self.process.join(_HUNG_UP)
+        if (now := Stat(f"/proc/{self.pid}")).alive:
+            error = DistError(
+                f"rank {self.rank} closed its line to the launcher before its function ended, by "
+                f"exec or with other open files: no result can come, and its process {self.pid}, "
+                f"which now runs '{now.name}', has been ended"
+            )
+            self.process.terminate()
+            return Failure(self.rank, error, from_outside=True)
         self.process.join()
         code = self.process.exitcode or 0
         if code == _UNGUARDED:
