@@ -555,21 +555,26 @@ def test_ignored_parameters():
         assert torch.equal(first[name][0], second[name][0]) == (name not in ("0.weight", "3.bias"))
 
 
-def _delayed():
+def _delayed(cleared_late):
     model = mlp(seed=dist.get_rank())
     alone = mlp(seed=0)
     named = [(n, p) for n, p in model.named_parameters() if n.startswith("3")]
     ddp = DDP(model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=model[0].weight)
     for batch in batches(3):
-        ddp.zero_grad()
         alone.zero_grad()
-        loss_of(ddp(own(batch))).backward()
+        if not cleared_late:
+            ddp.zero_grad()
+        output = ddp(own(batch))
+        if cleared_late:
+            ddp.zero_grad()
+        loss_of(output).backward()
         loss_of(alone(batch)).backward()
         assert_close([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
 
 
-def test_delayed_reduction():
-    run_ranks(_delayed, 2)
+@pytest.mark.parametrize("cleared_late", [False, True])
+def test_delayed_reduction(cleared_late):
+    run_ranks(_delayed, 2, cleared_late)
 
 
 def _compiled(outside):

@@ -12,6 +12,7 @@ from torch.futures import Future
 from phalanx.groups import ProcessGroup
 from phalanx.mesh import DeviceMesh
 from phalanx.parallel.buckets import GradBucket
+from phalanx.parallel.precision import MixedPrecision
 from phalanx.world import resolve
 
 
@@ -38,6 +39,20 @@ def check_module(module: nn.Module, parameters: Sequence[nn.Parameter], delayed:
             raise RuntimeError(
                 f"parameter {name} is uninitialized: run a dummy forward pass before wrapping the "
                 "module"
+            )
+
+
+def check_delayed(
+    delayed: Sequence[tuple[str, nn.Parameter]], mixed: MixedPrecision | None
+) -> None:
+    """Raise if parameters whose reduction is delayed would be of another type than the inputs."""
+    dtype = None if mixed is None else mixed.param_dtype
+    for name, param in delayed:
+        if dtype is not None and param.is_floating_point() and param.dtype is not dtype:
+            raise ValueError(
+                f"delay_all_reduce_named_params: {name} is {param.dtype} and is left alone by "
+                f"mixed_precision, so it does not go with inputs in {dtype}: convert it before, "
+                "or do not delay it"
             )
 
 

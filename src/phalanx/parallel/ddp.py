@@ -20,6 +20,7 @@ from phalanx.groups import ProcessGroup
 from phalanx.mesh import DeviceMesh
 from phalanx.parallel.arguments import (
     check_comm_hook,
+    check_delayed,
     check_devices,
     check_module,
     choose_group,
@@ -123,10 +124,11 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the "
                 "same time"
             )
+        delayed = list(delay_all_reduce_named_params or ())
+        check_delayed(delayed, mixed_precision)
         self.process_group = choose_group(process_group, device_mesh)
         if device_mesh is not None:
             self.device_mesh = device_mesh
-        delayed = list(delay_all_reduce_named_params or ())
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore.update(name for name, _ in delayed)
         self._module_parameters = [
@@ -263,22 +265,22 @@ class DistributedDataParallel(nn.Module, Joinable):
             return self._forward(*inputs, **kwargs)
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+        self._lowered = False
         try:
-            output = self.module(*inputs, **kwargs)
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            return self._post_forward(self.module(*inputs, **kwargs))
         except BaseException:
             if self._low is not None and self._lowered:
-                self._low.restore()
+                self._low.restore(failed=True)
             raise
-        return self._post_forward(output)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._is_recomputed():
             return inputs, kwargs
         if not self._lazy_init_ran:
-            self._lazy_init_ran = True
             self._setup_in_backward_optimizers()
+            self._lazy_init_ran = True
         syncing = torch.is_grad_enabled() and self.require_backward_grad_sync
         reducer = getattr(self, "reducer", None)
         if syncing and reducer is not None:
@@ -288,6 +290,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         work = Join.notify_join_context(self)
         if reducer is not None:
             reducer.joining = self._join_config.enable
+            if not reducer.joining:  # an exception may have left the last context
+                reducer.exchange.divisor = None
         if self._join_config.enable:
             announce_sync(self.process_group, syncing)
             if work is not None:
@@ -472,6 +476,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         _as_overlapped_optim(optim, optim_params, *args, **kwargs).register_ddp(self)
 
     def _setup_in_backward_optimizers(self) -> None:
+        delayed = () if self._delayed is None else self._delayed.parameters
+        if any(hasattr(p, "_in_backward_optimizers") for p in delayed):
+            raise RuntimeError(
+                "a parameter is stepped during backward, but reduced at its end "
+                "(delay_all_reduce_named_params): give it another optimizer, or do not delay it"
+            )
         if not any(hasattr(p, "_in_backward_optimizers") for p in self._module_parameters):
             return
         from phalanx.algorithms.ddp_comm_hooks import optimizer_overlap_hooks

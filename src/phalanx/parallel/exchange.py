@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from phalanx import collectives
+from phalanx.errors import DistError
 from phalanx.groups import ProcessGroup
 from phalanx.parallel.buckets import Bucket, GradBucket
 from phalanx.parallel.health import GradientHealth
@@ -72,12 +74,12 @@ class Exchange:
         (slot,) = bucket.slots
         grad = slot.param.grad
         if grad is None:
-            return _no_rows(slot.param)
+            return _no_rows(slot.param, bucket.dtype)
         if not grad.is_sparse:
             raise RuntimeError(
                 f"the gradient of {slot.name} was to be sparse, as its module says, but is dense"
             )
-        return grad
+        return grad.to(bucket.dtype)
 
     def run_hook(self, bucket: GradBucket) -> Future[Any]:
         """Let the communication hook reduce a bucket."""
@@ -93,19 +95,29 @@ class Exchange:
 
     def average(self, bucket: GradBucket) -> Future[Any]:
         """Average a bucket as is done without a hook, for hooks that want that."""
-        work = active(self.group).all_reduce(bucket.buffer(), self._op(), async_op=True)
+        flat = bucket.buffer()
+        work = (
+            collectives.all_reduce(flat, self._sparse_op(), self.group, async_op=True)
+            if flat.is_sparse
+            else active(self.group).all_reduce(flat, self._op(), async_op=True)
+        )
         with self._deferral.collecting():
-            return cast(Work, work).get_future().then(lambda future: future.value()[0])
+            return cast(Work, work).get_future().then(self._averaged)
+
+    def _averaged(self, done: Future[Any]) -> Tensor:
+        result: Tensor = done.value()[0]
+        return self._divided(result) if result.is_sparse else result
+
+    def _divided(self, result: Tensor) -> Tensor:
+        """Divide what ``_sparse_op`` has left a sum."""
+        return result if self.divisor is None else result.div_(self.divisor)
 
     def wait(self) -> None:
         """Wait for all that was launched; then the results are in the buckets."""
         for work in self._works:
             work.wait()
         for bucket in self._sparse:
-            result = bucket.slots[0].view
-            if self.divisor is not None:
-                result.div_(self.divisor)
-            self._measure(bucket, result)
+            self._measure(bucket, self._divided(bucket.slots[0].view))
         self._deferral.complete()
         for bucket, flat, future in self._futures:
             try:
@@ -130,7 +142,9 @@ class Exchange:
 
     def make_up(self, buckets: Sequence[Bucket], num_buckets: int) -> None:
         """Give the other ranks zeros for the buckets that an abandoned pass has not launched."""
-        self.wait()
+        for work in self._works:
+            with suppress(DistError):  # which has been told already, or will meet the others too
+                work.wait()
         futures = []
         for bucket in buckets:
             zeros = zero_bucket(bucket, num_buckets)
@@ -148,7 +162,7 @@ class Exchange:
 def zero_bucket(bucket: Bucket, num_buckets: int) -> GradBucket:
     """Return a bucket as hooks see it, full of zeros."""
     if bucket.sparse:
-        flat = _no_rows(bucket.slots[0].param)
+        flat = _no_rows(bucket.slots[0].param, bucket.dtype)
         views = [flat]
     else:
         flat = torch.zeros(bucket.numel, dtype=bucket.dtype)
@@ -174,8 +188,8 @@ def _take_result(bucket: Bucket, flat: Tensor, result: Tensor) -> None:
         bucket.flat.copy_(result.view(-1))
 
 
-def _no_rows(param: Tensor) -> Tensor:
+def _no_rows(param: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a sparse gradient of a parameter of which nothing was used."""
     indices = torch.empty(1, 0, dtype=torch.int64)
-    values = torch.empty(0, *param.shape[1:], dtype=param.dtype)
+    values = torch.empty(0, *param.shape[1:], dtype=dtype)
     return torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)

@@ -35,6 +35,10 @@ class GradientHealth:
         self._local: dict[Slot, float] = {}
         self._squares: dict[int, Tensor] = {}
 
+    def begin(self) -> None:
+        """Forget what a pass that an exception has left was measured to bring in."""
+        self._local, self._squares = {}, {}
+
     def measured(self, slots: Sequence[Slot], squares: Sequence[float]) -> None:
         """Take down sums of squares of this rank's gradients."""
         self._local.update(zip(slots, squares, strict=True))
@@ -64,7 +68,7 @@ class GradientHealth:
             for slot, square in sorted(self._local.items(), key=lambda item: item[0].index)
             if not math.isfinite(square)
         ]
-        self._local, self._squares = {}, {}
+        self.begin()
         if math.isfinite(self.norm):  # the same bits on all ranks, so all agree
             return
         everybody: list[Any] = [None] * group.size()

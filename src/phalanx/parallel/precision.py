@@ -45,7 +45,8 @@ class LowPrecision:
     def lower(self) -> bool:
         """Put the lower precision in place; say whether it was not there already."""
         if self.is_low:
-            self._check_unchanged()
+            if self._find_changed() is not None:
+                self.restore()
             return False
         self.is_low = True
         for param in self.parameters:
@@ -55,11 +56,14 @@ class LowPrecision:
         return True
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Put full precision in place, gradients included."""
+    def restore(self, failed: bool = False) -> None:
+        """Put full precision in place, gradients included; raise if the lower one was changed.
+
+        ``failed`` says that an exception is on its way already, which is not to be hidden.
+        """
         if not self.is_low:
             return
-        self._check_unchanged()
+        changed = self._find_changed()
         self.is_low = False
         for param in self.parameters:
             grad, param.grad = param.grad, None
@@ -67,28 +71,48 @@ class LowPrecision:
             param._mp_param = torch.empty(0, dtype=self.dtype)
             if grad is not None:
                 param.grad = grad.to(param.dtype)
+        if changed is not None and not failed:
+            raise RuntimeError(
+                f"a parameter {tuple(changed.shape)} was changed between a forward pass and its "
+                "backward pass, while it was in low precision, and the change is lost: evaluate "
+                "under torch.no_grad(), and step the optimizer after backward"
+            )
 
-    def _check_unchanged(self) -> None:
-        """Raise if parameters were changed while the copies in low precision were in place."""
+    def _find_changed(self) -> Tensor | None:
+        """Return a parameter that was changed while the copy in low precision was in place."""
         if self.dtype is None:
-            return
+            return None
         for param, version in zip(self.parameters, self._versions, strict=True):
-            if param._version != version:
-                raise RuntimeError(
-                    f"a parameter {tuple(param.shape)} was changed between a forward pass and its "
-                    "backward pass, while it was in low precision, and the change would be lost: "
-                    "evaluate under torch.no_grad(), and step the optimizer after backward"
-                )
+            if param._version != version or param.data_ptr() != param._mp_param.data_ptr():
+                changed: Tensor = param
+                return changed
+        return None
 
     def restore_after_backward(self, outputs: Iterable[Tensor]) -> None:
         """Put full precision in place at the end of the backward pass from these outputs."""
 
         def queue(_: Tensor) -> None:
-            Variable._execution_engine.queue_callback(self.restore)
+            Variable._execution_engine.queue_callback(_Restoration(self))
 
         for output in outputs:
             if output.grad_fn is not None:
                 output.register_hook(queue)  # type: ignore[no-untyped-call]
+
+
+class _Restoration:
+    """What autograd calls at the end of a backward pass, or drops if an exception leaves it."""
+
+    def __init__(self, low: LowPrecision) -> None:
+        self._low = low
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        self._low.restore()
+
+    def __del__(self) -> None:
+        if not self._called:
+            self._low.restore(failed=True)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -243,6 +243,8 @@ class Reducer:
         self.running = True
         if not self.arrived:
             self.statistics.backward_begins()
+            if self.health is not None:
+                self.health.begin()
             self._renew_held()
             for slot in self.slots:
                 grad = slot.param.grad
@@ -274,11 +276,11 @@ class Reducer:
             self._launch(self.buckets[self._next], async_op=True)
 
     def _launch(self, bucket: Bucket, async_op: bool) -> None:
-        self._next += 1
         self.statistics.communication_begins()
         if not bucket.sparse:
             self._settle(bucket)
         self.exchange.launch(bucket, len(self.buckets), async_op)
+        self._next += 1  # not if that has raised: then the others still wait for it
 
     def _settle(self, bucket: Bucket) -> None:
         """Bring all gradients of a bucket into it."""
@@ -316,7 +318,7 @@ class Reducer:
             self._lost = True
             self.exchange.abandon()
             if self.low is not None:
-                self.low.restore()
+                self.low.restore(failed=True)
 
     def _finish(self, shadowing: bool = False) -> None:
         """Reduce what has not been reduced, and hand out the gradients."""
@@ -337,8 +339,10 @@ class Reducer:
             self.exchange.wait()
         except BaseException:
             if self.low is not None:
-                self.low.restore()
-            self._reset()  # whoever goes on after that begins anew
+                self.low.restore(failed=True)
+            # The other ranks may have seen no error, and wait for the end of this pass.
+            self._lost = True
+            self.exchange.abandon()
             raise
         self.statistics.communication_ends()
         try:
@@ -403,11 +407,11 @@ class Reducer:
             cast(Tensor, slot.param.grad).data.copy_(slot.view)
         for bucket in self.buckets:
             if bucket.sparse and self.usage.used_anywhere(slot := bucket.slots[0]):
-                slot.param.grad = slot.view
+                slot.param.grad = slot.view if self.low is None else None
         if self.low is not None:
             self.low.restore()
         for slot in absent if self.low is None else self.slots:
-            if slot.left == slot.due and not self.usage.used_anywhere(slot):
+            if not self.usage.used_anywhere(slot):
                 continue
             grad = slot.param.grad
             if self.low is not None or slot.stays:
@@ -431,6 +435,8 @@ class Reducer:
         """
         for slot in self.slots:
             slot.param.grad = None
+        if self.health is not None:
+            self.health.begin()
         self._renew_held()
         self._finish(shadowing=True)
 

@@ -85,13 +85,14 @@ class Usage:
         counts[-2:] = abandoned, bool(missing)
         # Not for the profiler's eyes, which expect one event per bucket.
         group.transport.all_reduce(torch.from_numpy(counts), ReduceOp.SUM)
+        if counts[-2]:  # such a pass shows nothing of the graph
+            self._raise_abandoned(group, abandoned)
+            return
         self._arrived = arrived
         if self.passes and self.always_same:
             self.always_same = np.array_equal(self._before, counts)
         self.passes += 1
-        if counts[-2]:
-            self._raise_abandoned(group, abandoned)
-        elif learning:
+        if learning:
             for slot in self._slots:
                 slot.due -= slot.left
         elif counts[-1] or (
