@@ -169,6 +169,13 @@ class ScattersNothing(MemoryBackend):
         return self.barrier(**options)
 
 
+@breaks(collectives.reduce_scatter_into_inputs)
+class WritesBeforeItHasReadAll(MemoryBackend):
+    def _reduce_scatter(self, deadline, output, inputs, op):
+        for root, input in enumerate(inputs):
+            self._reduce(deadline, output, input, root, op)
+
+
 @breaks(collectives.reduce_scatter_single)
 class CannotCutFlatInputs(MemoryBackend):
     def reduce_scatter_single(self, output, input, op, **options):
@@ -400,6 +407,26 @@ class HasAnotherTimeout(MemoryBackend):
             return super().recv(tensor, src, tag, **options)
         except DistTimeout as error:
             raise DistBackendError("it took too long") from error
+
+
+@breaks(endings.late_collectives)
+class ScattersInTheGroupsTime(MemoryBackend):
+    def scatter(self, output, inputs, root, *, timeout=None, async_op=False):
+        return super().scatter(output, inputs, root, async_op=async_op)
+
+
+@breaks(endings.late_works)
+class StartsInTheGroupsTime(MemoryBackend):
+    def _issue(self, outputs, timeout, async_op, step, *args):
+        return super()._issue(outputs, None if async_op else timeout, async_op, step, *args)
+
+
+@breaks(endings.late_in_the_groups_time)
+class CoalescesInTheFirstTime(MemoryBackend):
+    def coalesce(self, calls, *, async_op=False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self, "timeout", 1.0)
+            return super().coalesce(calls, async_op=async_op)
 
 
 @breaks(endings.missing_ranks)

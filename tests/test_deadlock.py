@@ -336,37 +336,43 @@ def test_collectives_go_on_after_a_deadlock(ranks: str) -> None:
     run_ranks(goes_on_with_collectives, 3, ranks=ranks, timeout=30)
 
 
-def _comes_late(how: str) -> None:
-    if dist.get_rank() == 1:
+def _comes_late(how: str) -> list[float]:
+    rank = dist.get_rank()
+    if rank == 1:
         until = time.monotonic() + LATE
         if how == "sleeps":
             time.sleep(LATE)
         while time.monotonic() < until:
             pass
-    tensor = torch.ones(3)
+    tensor = torch.arange(3.0) + 10 * rank
     dist.all_reduce(tensor)
-    if dist.get_rank() == 1:
-        dist.send(tensor, 0)
-    if dist.get_rank() == 0:
+    if rank == 1:
+        dist.send(tensor * 2, 0)
+    if rank == 0:
         dist.recv(tensor, 1)
+    return tensor.tolist()
 
 
 @both
 @pytest.mark.parametrize("how", ["computes", "sleeps"])
 def test_a_rank_that_computes_is_waited_for(ranks: str, how: str) -> None:
-    run_ranks(_comes_late, 3, how, ranks=ranks, timeout=30)
+    total = [30.0, 33.0, 36.0]
+    results = run_ranks(_comes_late, 3, how, ranks=ranks, timeout=30)
+    assert results == [[2 * each for each in total], total, total]
 
 
 def _helper_acts() -> None:
-    peer = 1 - dist.get_rank()
+    rank = dist.get_rank()
 
     def act() -> None:
         time.sleep(LATE)
-        dist.send(torch.ones(LARGE), peer)
+        dist.send(torch.arange(LARGE) + rank, 1 - rank)
 
     helper = threading.Thread(target=act)
     helper.start()
-    dist.recv(torch.empty(LARGE), peer)
+    received = torch.zeros(LARGE, dtype=torch.int64)
+    assert dist.recv(received, 1 - rank) == 1 - rank
+    assert torch.equal(received, torch.arange(LARGE) + 1 - rank)
     helper.join()
 
 
@@ -376,15 +382,17 @@ def test_a_rank_with_a_thread_that_may_act_is_waited_for(ranks: str) -> None:
 
 
 def _pool_acts() -> None:
-    peer = 1 - dist.get_rank()
+    rank = dist.get_rank()
 
     def act() -> None:
         time.sleep(LATE)
-        dist.send(torch.ones(1), peer)
+        dist.send(torch.tensor([7 + rank]), 1 - rank)
 
     with ThreadPoolExecutor(1) as pool:
         sent = pool.submit(act)
-        dist.recv(torch.empty(1), peer)
+        received = torch.tensor([0])
+        dist.recv(received, 1 - rank)
+        assert received.item() == 8 - rank
         sent.result()
 
 
@@ -395,7 +403,7 @@ def test_a_rank_with_a_task_in_a_pool_is_waited_for() -> None:
 def _others_complete_late() -> None:
     rank = dist.get_rank()
     group = dist.new_group([0, 1])
-    received, total = torch.zeros(LARGE), torch.ones(5)
+    received, total = torch.zeros(LARGE), torch.arange(5.0) + 10 * rank
     works = []
     if rank == 1:
         works.append(dist.irecv(received, 0))
@@ -403,11 +411,12 @@ def _others_complete_late() -> None:
     else:
         time.sleep(LATE)
         works.append(dist.all_reduce(total, group=group, async_op=True))
-        works.append(dist.isend(torch.ones(LARGE), 1))
+        works.append(dist.isend(torch.arange(float(LARGE)), 1))
     dist.barrier()
     for work in works:
         work.wait()
-    assert total.tolist() == [2] * 5
+    assert total.tolist() == [10, 12, 14, 16, 18]
+    assert rank == 0 or torch.equal(received, torch.arange(float(LARGE)))
 
 
 @both
@@ -421,39 +430,46 @@ def _works_move_by_themselves() -> None:
     first, second = dist.new_group([0, 1]), dist.new_group([0, 1])
     if rank == 1:
         time.sleep(LATE)
-    sent = dist.isend(torch.ones(LARGE), 1 - rank)
-    totals = torch.ones(2)
+    sent = dist.isend(torch.arange(LARGE) + rank, 1 - rank)
+    totals = torch.tensor([1.0 + rank, 10.0 + rank])
     works = [
         dist.all_reduce(total, group=group, async_op=True)
         for total, group in zip(totals.split(1), (first, second), strict=True)
     ]
-    dist.recv(torch.empty(LARGE), 1 - rank)
+    received = torch.zeros(LARGE, dtype=torch.int64)
+    dist.recv(received, 1 - rank)
+    assert torch.equal(received, torch.arange(LARGE) + 1 - rank)
     for work in [*reversed(works), sent] if rank else [sent, *works]:
         work.wait()
-    assert totals.tolist() == [2, 2]
+    assert totals.tolist() == [3, 21]
 
 
 def test_works_move_by_themselves() -> None:
     run_ranks(_works_move_by_themselves, 2, timeout=30)
 
 
-def _spins() -> None:
+def _spins() -> int:
     rank, size = dist.get_rank(), dist.get_world_size()
     until = time.monotonic() + LATE
-    rounds = torch.ones(1)
+    count, rounds, received = 0, torch.ones(1), torch.zeros(2)
     while rounds.item() > 0:
+        count += 1
         end = time.monotonic() + 0.01 * (rank % 3)
         while time.monotonic() < end:
             pass
         rounds.fill_(float(time.monotonic() < until))
         dist.broadcast(rounds, 0)
-        work = dist.isend(rounds, (rank + 1) % size)
-        dist.recv(torch.empty(1), (rank - 1) % size)
+        work = dist.isend(torch.tensor([float(rank), float(count)]), (rank + 1) % size)
+        dist.recv(received, (rank - 1) % size)
+        assert received.tolist() == [(rank - 1) % size, count]
         work.wait()
+    return count
 
 
 def test_a_loaded_machine_raises_no_alarm() -> None:
-    run_ranks(_spins, 8, timeout=60)
+    counts = run_ranks(_spins, 8, timeout=60)
+    assert len({*counts}) == 1  # all have gone the same number of rounds
+    assert counts[0] > 1
 
 
 def _has_patience() -> None:

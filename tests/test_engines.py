@@ -16,12 +16,14 @@ from words import listen, tell
 
 import phalanx as dist
 from phalanx import world
+from phalanx.backends.base import COLLECTIVES
 from phalanx.backends.engines import addresses, frames
 from phalanx.backends.engines.mailbox import Arrival, Failure, Gate, Mailbox, Receipt
 from phalanx.backends.registry import BackendOptions, served
 from phalanx.stores import HashStore, PrefixStore, TCPStore
 from phalanx.stores.addresses import is_loopback, way_to
-from phalanx.testing.backend_kit import check_backend
+from phalanx.testing import backend_kit
+from phalanx.testing.backend_kit import check_backend, endings
 from phalanx.testing.memory import Exchange, MemoryBackend
 from phalanx.testing.ranks import run_ranks
 
@@ -47,6 +49,20 @@ def test_gloo_keeps_the_contract(size):
     while threading.active_count() > before and time.monotonic() < deadline:
         time.sleep(0.01)  # threads that have been told to end
     assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize("name", sorted(COLLECTIVES - {"coalesce", "monitored_barrier"}))
+def test_gloo_gives_a_call_the_time_that_it_asks_for(name):
+    def be_alone(backend):  # a collective that was given up is a group's last one
+        if backend.rank == 0:
+            (args,) = (args for each, args in endings.needing_others(backend) if each == name)
+            with pytest.raises(dist.DistTimeout, match=r"waiting for rank 1.* 0\.02 s"):
+                getattr(backend, name)(*args, timeout=0.02)
+            backend.send(torch.ones(1), 1)
+        else:
+            backend.recv(torch.ones(1), 0)
+
+    backend_kit._Team(make_gloo, 2).check(be_alone, 60)
 
 
 def every_kind_of_call():
@@ -216,6 +232,8 @@ def test_a_payload_that_nobody_takes_is_given_up():
         if dist.get_rank() == 0:
             with pytest.raises(dist.DistTimeout, match="not taken"):
                 group.backend.send(torch.ones(100_000), 1, timeout=0.1)
+            with pytest.raises(dist.DistBackendError, match="cannot be used any more"):
+                group.backend.send(torch.ones(100_000), 1)
         dist.barrier()
         with pytest.raises(dist.DistBackendError):
             dist.barrier(group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import random
 import resource
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from outside_worlds import once_waiting
+from torch import Tensor
 
 import phalanx as dist
 from phalanx.testing import run_ranks
@@ -260,59 +263,95 @@ def test_a_group_whose_first_rank_failed_is_given_up(ranks: str) -> None:
     assert "lost" in str(results[1])
 
 
-def _forks() -> None:
+def _forks() -> list[float]:
     dist.barrier()
     if dist.get_rank() == 1:
         child = os.fork()
         if child == 0:
             atexit._run_exitfuncs()  # as a child does that falls off its end
-            os._exit(0)
-        os.waitpid(child, 0)
-    dist.barrier()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        dist.send(torch.ones(1), 0)  # the child has ended by now
+    else:
+        dist.recv(torch.ones(1), 1)
+    # Who waits for this rank looks whether it has ended.
+    tensor = torch.tensor([3.0, 5.0]) + dist.get_rank()
+    if dist.get_rank() == 1:
+        once_waiting({0: 1})
+    dist.all_reduce(tensor)
+    return tensor.tolist()
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_child_does_not_speak_for_its_rank() -> None:
-    run_ranks(_forks, 2, ranks="processes")
+    assert run_ranks(_forks, 2, ranks="processes") == [[7, 11]] * 2
 
 
-def _out_of_descriptors() -> None:
+def _out_of_descriptors() -> list[float]:
     dist.barrier()
+    received, held = torch.zeros(2), []
     if dist.get_rank() == 0:
-        held = []
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         with contextlib.suppress(OSError):
             while True:
                 held.append(os.open("/dev/null", os.O_RDONLY))
         try:
-            dist.recv(torch.empty(1), 1)
+            with pytest.raises(OSError, match="Too many open files"):
+                os.open("/proc/self/stat", os.O_RDONLY)
+            dist.recv(received, 1)
         finally:
             for descriptor in held:
                 os.close(descriptor)
     else:
-        threading.Event().wait(0.2)  # long enough for the other to look around
-        dist.send(torch.empty(1), 0)
+        once_waiting({0: 1})
+        threading.Event().wait(0.3)  # long enough for the other to look around several times
+        dist.send(torch.tensor([3.0, 4.0]), 0)
+    return received.tolist()
 
 
 def test_a_rank_without_descriptors_does_not_take_others_for_dead() -> None:
-    run_ranks(_out_of_descriptors, 2, ranks="processes")
+    assert run_ranks(_out_of_descriptors, 2, ranks="processes") == [[3, 4], [0, 0]]
 
 
-def _transfer(count: int) -> None:
-    tensor = torch.ones(count)
-    dist.send(tensor, 1) if dist.get_rank() == 0 else dist.recv(tensor, 0)
+def _transfer(count: int) -> Tensor:
+    if dist.get_rank() == 0:
+        dist.send(torch.arange(float(count)), 1)
+        return torch.arange(float(count))
+    tensor = torch.full((count,), -1.0)
+    try:
+        dist.recv(tensor, 0)
+    except dist.CollectiveMismatch:
+        assert (tensor == -1).all()  # nothing of it was written
+        raise
+    return tensor
 
 
-def _refuses_often() -> None:
-    for _ in range(10):
-        with pytest.raises(dist.CollectiveMismatch):
-            _transfer(300_000 + dist.get_rank())
-    _transfer(300_000)
+def _refuses_often() -> tuple[int, int]:
+    """Return how many descriptors and bytes of memory the refusals have cost."""
+
+    def used() -> tuple[int, int]:
+        gc.collect()
+        with open("/proc/self/statm") as pages:
+            return len(os.listdir("/proc/self/fd")), int(pages.read().split()[1]) * 4096
+
+    def refuse(times: int) -> None:
+        for _ in range(times):
+            with pytest.raises(dist.CollectiveMismatch):
+                _transfer(300_000 + dist.get_rank())
+
+    refuse(10)
+    before = used()
+    refuse(40)
+    after = used()
+    assert torch.equal(_transfer(300_000), torch.arange(300_000.0))
+    return after[0] - before[0], after[1] - before[1]
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_refused_messages_do_not_use_up_anything(ranks: str) -> None:
-    run_ranks(_refuses_often, 2, ranks=ranks)
+    for descriptors, memory in run_ranks(_refuses_often, 2, ranks=ranks):
+        assert descriptors <= 1  # ranks that are threads look at the same time
+        assert memory < 20 * 1_200_000  # of 40 messages
 
 
 def _raises_at_length() -> None:

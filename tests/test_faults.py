@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed
+from outside_worlds import once_waiting
 from torch_ranks import run_torch
 
 import phalanx as dist
@@ -204,8 +205,23 @@ def test_ranks_come_late(given: Any, late: Any, monkeypatch: pytest.MonkeyPatch)
     assert sorted(slept) == late
 
 
-def test_a_late_rank_is_waited_for() -> None:
-    run_ranks(count_in_faults, 2, {"straggler": 1, "delay": 0.01})
+def sum_with_a_late_rank() -> list[float]:
+    tensor = torch.tensor([1.0, 10.0]) * (dist.get_rank() + 1)
+    with faults(straggler=1, delay=0.05):
+        dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+def test_a_late_rank_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    late = []
+
+    def sleep(seconds: float) -> None:
+        once_waiting({0: 1, 2: 1})  # the others are in the operation, and this one is not
+        late.append((dist.get_rank(), seconds))
+
+    monkeypatch.setattr(injection, "_sleep", sleep)
+    assert run_ranks(sum_with_a_late_rank, 3) == [[6, 60]] * 3
+    assert late == [(1, 0.05)]
 
 
 def decisions(seed: int | None) -> tuple[list[float], str]:

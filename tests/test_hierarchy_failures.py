@@ -278,12 +278,15 @@ def test_what_breaks_later_does_not_disturb_what_is_complete():
 
 def send_another_dtype():
     if dist.get_rank() == 0:
-        dist.send(torch.ones(4, dtype=torch.float64), 1)
-        dist.send(torch.ones(4), 1)
+        dist.send(torch.arange(4.0).double() + 1, 1)
+        dist.send(torch.arange(4.0), 1)
         return ""
+    refused, received = torch.full((8,), -1.0), torch.full((4,), -1.0)
     with pytest.raises(dist.CollectiveMismatch) as caught:
-        dist.recv(torch.ones(8), 0)
-    dist.recv(torch.ones(4), 0)
+        dist.recv(refused, 0)
+    assert refused.tolist() == [-1] * 8
+    dist.recv(received, 0)
+    assert received.tolist() == [0, 1, 2, 3]
     return str(caught.value)
 
 

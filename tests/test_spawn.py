@@ -186,6 +186,7 @@ def test_what_a_rank_that_died_has_printed_is_there(
 
 
 def leave_somebody_who_speaks() -> int:
+    print("a word of the rank's own", flush=True)
     return subprocess.Popen(["sh", "-c", "while :; do echo more; done"]).pid
 
 
@@ -193,9 +194,13 @@ def test_output_of_what_is_left_behind_is_not_waited_for(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     (pid,) = spawn(leave_somebody_who_speaks, 1, label=True)
+    limit = time.monotonic() + 30
     while Path(f"/proc/{pid}/exe").exists():  # the pipe is gone, which ends it
+        assert time.monotonic() < limit, "its output still has a reader"
         time.sleep(0.01)
-    assert set(capsys.readouterr().out.splitlines()) <= {"[rank 0] more"}
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "[rank 0] a word of the rank's own"
+    assert {*lines[1:]} <= {"[rank 0] more"}  # as much of it as had come by then
 
 
 def test_an_output_that_nobody_reads_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,9 +332,27 @@ class TestContext:
             context.join()
 
     def test_daemons_are_told_so(self) -> None:
-        context = spawn(sleep, join=False, daemon=True)
-        assert [process.daemon for process in context.processes] == [True]
-        context.end()
+        for told in (True, False):
+            context = spawn(sleep, nprocs=2, join=False, daemon=told)
+            assert [process.daemon for process in context.processes] == [told] * 2
+            context.end()
+
+    def test_daemons_end_with_the_program_that_started_them(self, tmp_path: Path) -> None:
+        code = (
+            "import sys; sys.path.insert(0, sys.argv[1])\n"
+            "from phalanx.launch.spawn import spawn; from test_spawn import sleep\n"
+            "if __name__ == '__main__':\n"
+            "    print(spawn(sleep, join=False, daemon=True).pids()[0])\n"
+        )
+        program = tmp_path / "program.py"
+        program.write_text(code)
+        command = [sys.executable, str(program), str(Path(__file__).parent)]
+        ran = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+        pid = int(ran.stdout)
+        limit = time.monotonic() + 30
+        while Path(f"/proc/{pid}/exe").exists():
+            assert time.monotonic() < limit, "the rank outlives the program"
+            time.sleep(0.01)
 
     def test_ranks_are_asked_to_end(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(processes, "_ASKED", 60)
@@ -346,8 +369,14 @@ class TestContext:
         context = spawn(stay, (str(tmp_path),), join=False)
         wait_for(0, str(tmp_path / "here"))
         pids = [*context.pids(), int((tmp_path / "here").read_text())]
+        assert all(Path(f"/proc/{pid}/exe").exists() for pid in pids)
         context.end()
-        while any(Path(f"/proc/{pid}/exe").exists() for pid in pids):
+        assert not Path(f"/proc/{pids[0]}").exists()
+        with pytest.raises(DistError, match="rank 0 was ended"):
+            context.join()
+        limit = time.monotonic() + 30
+        while Path(f"/proc/{pids[1]}/exe").exists():
+            assert time.monotonic() < limit, "what the rank has started is left"
             time.sleep(0.01)
 
 

@@ -335,9 +335,40 @@ def test_threads_see_the_world_they_are_bound_to(alone):
 
 def test_one_store_serves_one_world_after_another(alone):
     store = dist.HashStore()
-    for _ in range(3):
+    seen = []
+    for turn in range(3):
         dist.init_process_group("memory", store=store, rank=0, world_size=1)
+        inner = dist.group.WORLD.get_group_store()
+        assert not inner.check(["left"])  # what an earlier world has written is not found
+        inner.set("left", str(turn))
+        assert inner.get("left") == str(turn).encode()
+        tensor = torch.tensor([1.0, float(turn)])
+        dist.all_reduce(tensor)
+        seen.append(tensor.tolist())
         dist.destroy_process_group()
+        assert not dist.is_initialized()
+    assert seen == [[1, 0], [1, 1], [1, 2]]
+
+
+def test_one_store_serves_several_ranks_in_one_world_after_another():
+    store = dist.HashStore()
+
+    def join(rank, totals):
+        with world.bind(world.Slot()):
+            for turn in range(3):
+                dist.init_process_group("phalanx", store=store, rank=rank, world_size=2, timeout=30)
+                tensor = torch.tensor([10.0 * turn + rank])
+                dist.all_reduce(tensor)
+                totals.append(tensor.item())
+                dist.destroy_process_group()
+
+    totals = [], []
+    threads = [threading.Thread(target=join, args=(rank, totals[rank])) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert totals == ([1, 21, 41], [1, 21, 41])
 
 
 def test_disagreement_about_the_world_is_an_error_on_all():

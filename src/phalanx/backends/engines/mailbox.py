@@ -64,7 +64,7 @@ class Pending(Work):
     """A message on its way, until somebody calls ``finish`` or ``give_up``.
 
     ``title()`` says what it is, ``stall(event, seconds)`` waits for an event, and ``expired(work,
-    limit)`` raises when that has taken too long.
+    limit)`` gives the work up when that has taken too long.
     """
 
     def __init__(
@@ -105,14 +105,16 @@ class Pending(Work):
             if not self.done.is_set() and not self._stall(self.done, limit):
                 raise DistTimeout(f"{self.title()}: still under way after a wait of {limit:g} s")
         while not self.done.is_set() and not self._stall(self.done, self._deadline.left()):
-            self._expired(self, self._limit)  # raises, unless the end is near
+            self._expired(self, self._limit)
         error = self.exception()
         if error is not None:
             raise error
         return True
 
     def is_completed(self) -> bool:
-        return self.ended(0)
+        if not self.ended(0) and self._deadline.left() <= 0:
+            self._expired(self, self._limit)  # who only looks must learn of it as well
+        return self.done.is_set()
 
     def ended(self, within: float) -> bool:
         """Say whether it ends, well or not, in so many seconds."""

@@ -275,24 +275,26 @@ class MessageEngine(Collectives):
 
     # What happens when time is over
 
+    # The work ends with it: who waits again is told the same, and nothing else is waited for.
+
     def _recv_expired(self, work: Pending, limit: float) -> None:
         receipt = cast(Receipt, work)
         if self._mailbox.withdraw(receipt):
-            raise DistTimeout(f"{receipt.title()}: no message has come within {limit:g} s")
-        if not self._wire.stall(receipt.done, _GRACE):
+            receipt.give_up(Failure(DistTimeout, f"no message has come within {limit:g} s"))
+        elif not self._wire.stall(receipt.done, _GRACE):
             self._give_up(receipt, limit, "which had begun to come")
 
     def _step_expired(self, work: Pending, limit: float) -> None:
         # There are no collectives after this one, so that nobody will get half of a message.
-        raise DistTimeout(f"{work.title()}: what is sent was not taken within {limit:g} s")
+        work.give_up(Failure(DistTimeout, f"what is sent was not taken within {limit:g} s"))
 
     def _send_expired(self, work: Pending, limit: float) -> None:
         self._give_up(work, limit, "which was not taken")
 
     def _give_up(self, work: Pending, limit: float, state: str) -> None:
-        text = f"{work.title()}: gave up the message, {state}, after {limit:g} s"
-        self.abort(f"{text}; the group cannot be used any more")
-        raise DistTimeout(f"{text}; the group cannot be used any more")
+        text = f"gave up the message, {state}, after {limit:g} s; the group cannot be used any more"
+        work.give_up(Failure(DistTimeout, text))
+        self.abort(f"{work.title()}: {text}")
 
     # Collectives
 

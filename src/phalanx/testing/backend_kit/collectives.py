@@ -204,6 +204,24 @@ def reduce_scatter_single(backend: GroupBackend) -> None:
             is_reduction(backend, output, mine, op, dtype, shape, layout)
 
 
+def reduce_scatter_into_inputs(backend: GroupBackend) -> None:
+    """The output of a reduce_scatter may lie anywhere in its inputs."""
+    size = backend.size
+    for count in (3, 20_000):  # what is large may be read by others while results are written
+        inputs = [values(rank, (size, count), torch.float32) for rank in range(size)]
+        mine = [each[backend.rank] for each in inputs]
+        parts = [part * count for part in range(size)]
+        for start in parts + [part + 1 for part in parts[:-1]]:  # one input, or parts of two
+            for single in (True, False):
+                buffer = inputs[backend.rank].clone().flatten()
+                output = buffer[start : start + count]
+                if single:
+                    backend.reduce_scatter_single(output, buffer, ReduceOp.SUM)
+                else:
+                    backend.reduce_scatter(output, list(buffer.view(size, count)), ReduceOp.SUM)
+                is_reduction(backend, output, mine, ReduceOp.SUM, count, start, single)
+
+
 def all_to_all(backend: GroupBackend) -> None:
     """All_to_all gives rank j what rank i has for it, also in slices of any length."""
     ranks = range(backend.size)
@@ -338,6 +356,7 @@ RULES: list[Rule] = [
     gather_and_scatter,
     reduce_scatter,
     reduce_scatter_single,
+    reduce_scatter_into_inputs,
     all_to_all,
     all_to_all_single_in_equal_parts,
     inputs_are_kept,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from phalanx.backends.base import GroupBackend
 from phalanx.errors import DistBackendError, DistTimeout
@@ -17,17 +20,104 @@ _REASON = "rank 0 has had enough"
 _GO_ON = 51  # the tag of a message that lets a rank go on
 _PATIENCE = 60.0
 _SHORT = 0.05
+_BRIEF = 0.01
+_COALESCED = ("all_reduce", "all_gather_single", "reduce_scatter_single")
 
 
 def late_collectives(backend: GroupBackend) -> None:
-    """A collective to which not all come raises DistTimeout on who waits, in time."""
+    """An operation to which not all come raises DistTimeout on who waits, in its own time."""
     if backend.rank == 0:
-        error = _raised(
-            lambda: backend.all_reduce(torch.ones(3), ReduceOp.SUM, timeout=_SHORT),
-            "an all_reduce of one rank alone",
+        _time_out(
+            backend,
+            [
+                (name, partial(getattr(backend, name), *args, timeout=_BRIEF))
+                for name, args in needing_others(backend)
+            ],
         )
-        assert isinstance(error, DistTimeout), f"it raised {type(error).__name__}"
     _after_rank_0(backend)
+
+
+def late_works(backend: GroupBackend) -> None:
+    """A work to which not all come raises DistTimeout in the time that its call was given."""
+    if backend.rank == 0:
+        works = [
+            (name, started(getattr(backend, name)(*args, timeout=_BRIEF, async_op=True)))
+            for name, args in needing_others(backend)
+        ]
+        _time_out(backend, [(f"the work of {name}", work.wait) for name, work in works])
+        for name, work in works:
+            assert work.is_completed(), f"{name}: a work that has failed is completed"
+            assert work.exception() is not None, f"{name}: a work that has failed has an exception"
+        _time_out(backend, [(f"another wait for {name}", work.wait) for name, work in works])
+    _after_rank_0(backend)
+
+
+def late_in_the_groups_time(backend: GroupBackend) -> None:
+    """An operation without a timeout of its own has that of the group, also when coalesced."""
+    if backend.rank == 0:
+        usual, backend.timeout = backend.timeout, _BRIEF
+        calls = needing_others(backend)
+        collected = [call for call in calls if call[0] in _COALESCED]
+        works = [("coalesce", started(backend.coalesce(collected, async_op=True)))]
+        for name, args in calls:
+            works.append((name, started(getattr(backend, name)(*args, async_op=True))))
+        _time_out(
+            backend,
+            [
+                *((f"the work of {name}", work.wait) for name, work in works),
+                ("coalesce", lambda: backend.coalesce(collected)),
+                ("scatter", lambda: backend.scatter(torch.ones(3), None, 1)),
+            ],
+            usual,
+        )
+        backend.timeout = usual
+    _after_rank_0(backend)
+
+
+def needing_others(backend: GroupBackend) -> list[tuple[str, tuple[Any, ...]]]:
+    """Return each operation in a form that rank 0 cannot end alone, however much is buffered."""
+    size = backend.size
+
+    def several() -> list[Tensor]:
+        return [torch.ones(3) for _ in range(size)]
+
+    return [
+        ("all_reduce", (torch.ones(3), ReduceOp.SUM)),
+        ("all_gather_single", (torch.ones(3 * size), torch.ones(3))),
+        ("reduce_scatter_single", (torch.ones(3), torch.ones(3 * size), ReduceOp.SUM)),
+        ("broadcast", (torch.ones(3), 1)),
+        ("reduce", (torch.ones(3), 0, ReduceOp.SUM)),
+        ("all_gather", (several(), torch.ones(3))),
+        ("gather", (several(), torch.ones(3), 0)),
+        ("scatter", (torch.ones(3), None, 1)),
+        ("reduce_scatter", (torch.ones(3), several(), ReduceOp.SUM)),
+        ("all_to_all", (several(), several())),
+        ("all_to_all_single", (torch.ones(3 * size), torch.ones(3 * size), None, None)),
+        ("barrier", ()),
+        ("recv", (torch.ones(3), 1, 55)),
+        ("recv", (torch.ones(3), None, 55)),
+    ]
+
+
+def _time_out(
+    backend: GroupBackend,
+    calls: list[tuple[str, Callable[[], Any]]],
+    usual: float | None = None,
+) -> None:
+    """Assert that calls raise DistTimeout, long before the usual timeout of the group.
+
+    A collective that was given up may end its group: calls after it then say so at once.
+    """
+    usual = backend.timeout if usual is None else usual
+    has_ended = False
+    for index, (what, call) in enumerate(calls):
+        begin = time.monotonic()
+        error = _raised(call, f"{what}, which only rank 0 has called,")
+        took = time.monotonic() - begin
+        has_ended = has_ended or (index > 0 and not isinstance(error, DistTimeout))
+        is_right = has_ended or isinstance(error, DistTimeout)
+        assert is_right, f"{what} raised {type(error).__name__}: {error}"
+        assert took < usual / 2, f"{what} took {took:.2f} s of the {_BRIEF} s that it was given"
 
 
 def missing_ranks(backend: GroupBackend) -> None:
@@ -112,4 +202,12 @@ def _after_rank_0(backend: GroupBackend) -> None:
 
 
 # The last one is for ever: on a backend of a whole world the rank counts as failed from then on.
-RULES: list[Rule] = [late_collectives, missing_ranks, closing, aborting, failing]
+RULES: list[Rule] = [
+    late_collectives,
+    late_works,
+    late_in_the_groups_time,
+    missing_ranks,
+    closing,
+    aborting,
+    failing,
+]
