@@ -506,7 +506,8 @@ void bind_engine(nb::module_& m) {
       "heap_used", [] { return Heap::mine()->used(); },
       "Bytes allocated in this process' shared heap.");
   nb::class_<Roster>(m, "Roster", "Who is in a world: one record per rank in shared memory.")
-      .def_static("create", &Roster::create, nb::arg("size"), nb::arg("threads"))
+      .def_static("create", &Roster::create, nb::arg("size"), nb::arg("threads"),
+                  nb::arg("near") = 0)
       .def("place", &Roster::place, nb::arg("rank"), nb::arg("host"), nb::arg("pid"),
            "Say that a rank is on another host; before others open the roster.")
       .def_static("open", &Roster::open, nb::arg("ticket"), nb::call_guard<Unlocked>())

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -23,6 +24,7 @@ namespace {
 
 constexpr uint64_t kPage = 4096;
 constexpr uint64_t kHuge = 2 << 20;
+constexpr uint64_t kLeast = 64 << 20;  // that a heap must hold to be of use
 constexpr char kMagic[8] = {'P', 'H', 'A', 'L', 'A', 'N', 'X', '1'};
 
 uint64_t round_up(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -41,6 +43,40 @@ bool fill(int fd, uint64_t start, uint64_t length) {
 }
 
 std::string errno_text() { return std::strerror(errno); }
+
+std::string megabytes(uint64_t bytes) { return std::to_string(bytes >> 20) + " MiB"; }
+
+// Addresses that this process may use in all (RLIMIT_AS), and those that it does.
+struct AddressSpace {
+  uint64_t limit = UINT64_MAX, used = 0;
+
+  AddressSpace() {
+    struct rlimit now{};
+    if (::getrlimit(RLIMIT_AS, &now) != 0 || now.rlim_cur == RLIM_INFINITY) return;
+    limit = now.rlim_cur;
+    if (FILE* file = std::fopen("/proc/self/statm", "re")) {
+      unsigned long long pages = 0;
+      if (std::fscanf(file, "%llu", &pages) == 1) used = pages * uint64_t(::sysconf(_SC_PAGESIZE));
+      std::fclose(file);
+    }
+  }
+  bool is_limited() const { return limit != UINT64_MAX; }
+  uint64_t left() const { return limit - std::min(limit, used); }
+  // What to add to an error if there is a limit.
+  std::string advice() const {
+    if (!is_limited()) return "";
+    return "; this process may use " + megabytes(limit) + " of addresses (RLIMIT_AS) and uses " +
+           megabytes(used) + ": raise the limit (ulimit -v unlimited), or start fewer ranks";
+  }
+};
+
+// What to do about a call that has failed, where that is not plain from the system's word for it.
+std::string advice_for(int code) {
+  if (code == EMFILE || code == ENFILE) return "; have more open files allowed (ulimit -n)";
+  if (code == ENOSYS || code == EPERM)
+    return "; the system denies it: a container's seccomp profile, or a kernel older than 3.17";
+  return "";
+}
 
 int open_file(const HeapAddress& heap) {
   char path[64];
@@ -70,7 +106,7 @@ void HeapHeader::unlist(uint32_t place) {
   if (place < kEntries) entries[place].id = 0;
 }
 
-std::shared_ptr<Heap> Heap::mine() {
+std::shared_ptr<Heap> Heap::mine(int ranks) {
   static std::mutex mutex;
   static std::shared_ptr<Heap>* heap = new std::shared_ptr<Heap>;  // outlives static destructors
   std::lock_guard lock(mutex);
@@ -78,7 +114,7 @@ std::shared_ptr<Heap> Heap::mine() {
     // A fork copied the parent's heap object: its memory belongs to the parent and tensors of the
     // child may still point into it, so the object is abandoned, not destroyed.
     if (*heap) heap = new std::shared_ptr<Heap>;
-    heap->reset(new Heap);
+    heap->reset(new Heap(ranks));
   }
   return *heap;
 }
@@ -86,23 +122,35 @@ std::shared_ptr<Heap> Heap::mine() {
 Heap::Heap(std::nullptr_t) {}
 
 // Once the constructor that it calls first is done, the destructor cleans up after what throws.
-Heap::Heap() : Heap(nullptr) {
+Heap::Heap(int ranks) : Heap(nullptr) {
   const int fd = address_.fd = ::memfd_create("phalanx-heap", MFD_CLOEXEC);
   if (fd < 0)
-    throw Failure(Kind::Memory, "cannot create shared memory: memfd_create: " + errno_text());
+    throw Failure(Kind::Memory,
+                  "cannot create shared memory: memfd_create: " + errno_text() + advice_for(errno));
   // Reserving address space costs nothing, and more than the machine has memory is never needed.
   // The cap lets hundreds of ranks map each other within 47 bits of addresses.
   uint64_t size = round_up(uint64_t(::sysconf(_SC_PHYS_PAGES)) * ::sysconf(_SC_PAGESIZE), kHuge);
   size = std::min(size, uint64_t(512) << 30);
+  const AddressSpace space;
+  if (space.is_limited()) {
+    // Every rank maps its own heap twice and all others once. Half of what is left is for them, the
+    // other half for what the program has yet to allocate.
+    const uint64_t maps = uint64_t(std::max(ranks, 1)) + 1;
+    size = std::min(size, space.left() / 2 / maps / kHuge * kHuge);
+    if (size < kLeast)
+      throw Failure(Kind::Memory, "cannot reserve shared memory for " + std::to_string(ranks) +
+                                      " ranks: at least " + megabytes(2 * maps * kLeast) +
+                                      " of addresses must be free" + space.advice());
+  }
   void* base = MAP_FAILED;
-  for (; size >= (uint64_t(64) << 20); size = round_up(size / 2, kHuge)) {
+  for (; size >= kLeast; size = round_up(size / 2, kHuge)) {
     if (::ftruncate(fd, off_t(size)) != 0) continue;
     base = ::mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (base != MAP_FAILED) break;
   }
   if (base == MAP_FAILED)
     throw Failure(Kind::Memory, "cannot map shared memory: " + errno_text() +
-                                    " (is RLIMIT_AS or RLIMIT_FSIZE set?)");
+                                    " (is RLIMIT_FSIZE set?)" + space.advice());
   ::madvise(base, size,
             MADV_HUGEPAGE);  // a hint: most systems keep huge pages off for shared memory
   base_ = static_cast<std::byte*>(base);
@@ -153,7 +201,7 @@ std::byte* Heap::allocate(size_t bytes, bool filled) {
   }
   throw Failure(Kind::Memory, "cannot allocate " + std::to_string(bytes) +
                                   " bytes of shared memory: " + std::to_string(address_.size) +
-                                  " bytes are reserved and none is free");
+                                  " bytes are reserved and none is free" + AddressSpace().advice());
 }
 
 void Heap::release(std::byte* block) {
@@ -204,11 +252,21 @@ std::shared_ptr<HeapView> HeapView::open(const HeapAddress& address, bool show) 
     throw Failure(Kind::Backend,
                   "cannot reach the shared memory of process " + std::to_string(address.pid) +
                       ": " + errno_text() +
-                      " (ranks on one machine must run as one user in one pid namespace)");
+                      (errno == EMFILE || errno == ENFILE
+                           ? advice_for(errno)
+                           : " (ranks on one machine must run as one user in one pid namespace)"));
   struct stat info{};
   void* base = MAP_FAILED;
-  if (::fstat(fd, &info) == 0 && uint64_t(info.st_size) == address.size)
+  if (::fstat(fd, &info) == 0 && uint64_t(info.st_size) == address.size) {
     base = ::mmap(nullptr, address.size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
+    if (base == MAP_FAILED) {
+      std::string why = errno_text();
+      ::close(fd);
+      throw Failure(Kind::Memory, "cannot map the shared memory of process " +
+                                      std::to_string(address.pid) + " (" + megabytes(address.size) +
+                                      "): " + why + AddressSpace().advice());
+    }
+  }
   if (!show || base == MAP_FAILED) ::close(std::exchange(fd, -1));
   std::shared_ptr<HeapView> view;
   if (base != MAP_FAILED) view.reset(new HeapView(static_cast<std::byte*>(base), address.size, fd));

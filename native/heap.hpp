@@ -51,8 +51,9 @@ struct HeapHeader {
 
 class Heap {
  public:
-  // This process' heap. A forked child gets one of its own; what it inherited stays mapped.
-  static std::shared_ptr<Heap> mine();
+  // This process' heap. A forked child gets one of its own; what it inherited stays mapped. Where
+  // addresses are limited it is made small enough for so many ranks to map each other's.
+  static std::shared_ptr<Heap> mine(int ranks = 1);
   ~Heap();
   Heap(const Heap&) = delete;
 
@@ -68,7 +69,7 @@ class Heap {
   size_t used() const;
 
  private:
-  Heap();
+  explicit Heap(int ranks);
   explicit Heap(std::nullptr_t);  // that holds nothing yet
   std::byte* base_ = nullptr;
   HeapAddress address_;

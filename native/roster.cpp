@@ -40,7 +40,8 @@ Roster::~Roster() {
 
 int Roster::size() const { return int(header().size); }
 
-std::shared_ptr<Roster> Roster::create(int size, bool threads) {
+std::shared_ptr<Roster> Roster::create(int size, bool threads, int near) {
+  if (!threads) Heap::mine(near ? near : size);
   auto region =
       Region::create(sizeof(RosterHeader) + size * sizeof(Member), threads, Content::Roster);
   auto& header = *reinterpret_cast<RosterHeader*>(region->data());
@@ -63,7 +64,7 @@ void Roster::join(int rank, Deadline deadline) {
   if (!me.presence.compare_exchange_strong(expected, Presence::Joining))
     throw Failure(Kind::Backend, "rank " + std::to_string(rank) + " was claimed twice: by " +
                                      title(rank) + " and by pid " + std::to_string(::getpid()));
-  me.heap = Heap::mine()->address();
+  me.heap = Heap::mine(threads() ? 1 : size() - int(header().remote))->address();
   me.thread = ::gettid();
   me.base = threads() ? 0 : reinterpret_cast<uint64_t>(Heap::mine()->at(0));
   me.cores = usable_cores();

@@ -16,7 +16,8 @@ namespace phalanx {
 class Roster {
  public:
   // Rank 0 creates, the others open; then each joins, which returns when all are there.
-  static std::shared_ptr<Roster> create(int size, bool threads);
+  // Of its ranks `near` are on this host, all by default.
+  static std::shared_ptr<Roster> create(int size, bool threads, int near = 0);
   static std::shared_ptr<Roster> open(const std::string& ticket);
 
   const std::string& ticket() const { return region_->ticket(); }

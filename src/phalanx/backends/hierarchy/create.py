@@ -53,7 +53,7 @@ def _roster(options: BackendOptions, found: list[Host]) -> _native.Roster:
     mine = [each for each, host in enumerate(found) if host.id == found[rank].id]
     key = f"roster/{mine[0]}"
     if rank == mine[0]:
-        roster = _native.Roster.create(len(found), threads=options.threads)
+        roster = _native.Roster.create(len(found), threads=options.threads, near=len(mine))
         for each, host in enumerate(found):
             if host.id != found[rank].id:
                 roster.place(each, host.name, host.pid)
