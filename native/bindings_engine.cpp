@@ -22,6 +22,18 @@ using namespace phalanx;
 
 namespace {
 
+PyObject* shapes_observer = nullptr;
+
+void tell_of_shapes(int rank, const std::string& site, const std::string& what) {
+  nb::gil_scoped_acquire lock;
+  try {
+    nb::handle observer(shapes_observer);
+    if (observer) observer(rank, as_str(site), as_str(what));
+  } catch (nb::python_error& error) {
+    error.discard_as_unraisable("phalanx._native.set_shapes_observer");
+  }
+}
+
 void check_signals() {
   if (::getpid() != ::gettid()) return;  // signals are for the main thread
   nb::gil_scoped_acquire lock;
@@ -237,12 +249,18 @@ class Engine {
     call.root = root;
     call.reduce = Reduce(reduce);
     call.factor = factor;
-    constexpr int kShown = int(std::extent_v<decltype(Call::shape)>);
-    call.ndim = std::min(look.shown.ndim, kShown);
-    std::copy_n(look.shown.shape, call.ndim, call.shape);
-    for (int i = kShown; i < look.shown.ndim && !may_differ_in_shape(op); ++i)
-      call.detail = mix(call.detail, uint64_t(look.shown.shape[i]));
+    call.count = look.count;
+    set_shape(call, look);
     return result;
+  }
+
+  template <class Described>
+  static void set_shape(Described& described, const Look& look) {
+    constexpr int kRoom = int(std::extent_v<decltype(described.shape)>);
+    described.ndim = std::min(look.shown.ndim, kRoom);
+    std::copy_n(look.shown.shape, described.ndim, described.shape);
+    for (int i = kRoom; i < look.shown.ndim; ++i)
+      described.more_shape = uint32_t(mix(described.more_shape, uint64_t(look.shown.shape[i]))) | 1;
   }
 
   static double* place_for_squares(nb::handle squares, DType dtype) {
@@ -397,8 +415,7 @@ class Engine {
     Look look(tensor);
     auto delivery =
         std::make_shared<Delivery>(op, peer, tag, look.dtype, look.view(), timeout, group_.timeout);
-    delivery->ndim = std::min<int>(look.shown.ndim, std::size(delivery->shape));
-    std::copy_n(look.shown.shape, delivery->ndim, delivery->shape);
+    set_shape(*delivery, look);
     Sites::find(delivery->site, delivery->api, size_t(op));
     if (async) delivery->keep = Graveyard::keep(tensor);
     delivery->async = async;
@@ -433,7 +450,8 @@ void bind_engine(nb::module_& m) {
 
   m.def(
       "configure",
-      [](nb::type_object tensor, const std::vector<std::string>& packages) {
+      [](nb::type_object tensor, nb::object uint8, nb::object int8,
+         const std::vector<std::string>& packages) {
         void* table = PyCapsule_GetPointer(
             nb::object(tensor.attr("__dlpack_c_exchange_api__")).ptr(), "dlpack_exchange_api");
         if (!table) throw nb::python_error();
@@ -444,10 +462,25 @@ void bind_engine(nb::module_& m) {
                                            ", this version of phalanx knows 1");
         torch().tensor = reinterpret_cast<PyTypeObject*>(tensor.inc_ref().ptr());
         torch().dlpack = dlpack;
+        torch().uint8 = uint8.release().ptr();
+        torch().int8 = int8.release().ptr();
         Sites::set_packages(packages);
       },
-      nb::arg("tensor"), nb::arg("packages"),
-      "Tell the core torch's tensor type, and in which directories no user's code is.");
+      nb::arg("tensor"), nb::arg("uint8"), nb::arg("int8"), nb::arg("packages"),
+      "Tell the core torch's tensor type, its dtypes of a byte, and where no user's code is.");
+  m.def(
+      "set_debug_level", [](int level) { debug_level = DebugLevel(level); }, nb::arg("level"),
+      "Set the debug level of this process.");
+  m.def("debug_level", [] { return int(debug_level.load()); }, "Return the debug level set last.");
+  m.def(
+      "set_shapes_observer",
+      [](nb::callable observer) {
+        Py_XDECREF(shapes_observer);
+        shapes_observer = observer.inc_ref().ptr();
+        on_shapes = tell_of_shapes;
+      },
+      nb::arg("observer"),
+      "Set the function that is told, above level OFF, that ranks agree but for their shapes.");
   m.def(
       "batch",
       [](size_t part, size_t parts) {

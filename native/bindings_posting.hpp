@@ -17,9 +17,7 @@ inline nanobind::object as_str(std::string_view text) {
 
 // Of the tensor that the operation was called with.
 inline uint64_t byte_count(const Posting& posting) {
-  uint64_t bytes = posting.op == Op::Barrier ? 0 : item_size(posting.dtype);
-  for (int i = 0; i < posting.ndim; ++i) bytes *= uint64_t(posting.shape[i]);
-  return bytes;
+  return posting.op == Op::Barrier ? 0 : posting.count * item_size(posting.dtype);
 }
 
 inline nanobind::dict as_dict(const Posting& posting) {

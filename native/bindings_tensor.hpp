@@ -29,6 +29,8 @@ struct Torch {
   const DLPackExchange* dlpack = nullptr;
   PyObject* is_conj = PyUnicode_InternFromString("is_conj");
   PyObject* is_neg = PyUnicode_InternFromString("is_neg");
+  PyObject* dtype = PyUnicode_InternFromString("dtype");
+  PyObject *uint8 = nullptr, *int8 = nullptr;
 };
 inline Torch& torch() {
   static auto& instance = *new Torch;
@@ -41,6 +43,13 @@ inline bool ask(nb::handle tensor, PyObject* method) {
       PyObject_VectorcallMethod(method, &self, 1 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
   if (!answer) throw nb::python_error();
   return nb::steal(answer).ptr() == Py_True;
+}
+
+// DLPack shows types of less than a byte (uint4, int2, ...), and torch.bit, as whole bytes.
+inline bool is_whole_byte(nb::handle tensor, DType dtype) {
+  nb::object actual = nb::steal(PyObject_GetAttr(tensor.ptr(), torch().dtype));
+  if (!actual.is_valid()) throw nb::python_error();
+  return actual.ptr() == (dtype == DType::U8 ? torch().uint8 : torch().int8);
 }
 
 inline DType from_dlpack(nb::dlpack::dtype dtype) {
@@ -84,6 +93,8 @@ struct Look {
     bool complex = dtype == DType::C64 || dtype == DType::C128;
     if (shown.device.device_type != nb::device::cpu::value)
       fault = "only CPU tensors can be exchanged";
+    else if ((dtype == DType::U8 || dtype == DType::I8) && !is_whole_byte(tensor, dtype))
+      fault = "elements of less than a byte cannot be exchanged; pass tensor.view(torch.uint8)";
     else if (dtype == DType::Count)
       fault = "elements of this type cannot be exchanged";
     else if (!shown.data && count > 0)

@@ -86,6 +86,8 @@ void Group::run(Call& call) {
   posting.posted_ns = nanoseconds(start);
   posting.ndim = uint8_t(call.ndim);
   std::copy_n(call.shape, std::size(call.shape), posting.shape);
+  posting.more_shape = call.more_shape;
+  posting.count = call.count;
   posting.part = call.part;
   posting.parts = call.parts;
   std::memcpy(posting.site, call.site, sizeof posting.site);
@@ -137,6 +139,8 @@ void Group::run(Call& call) {
   }
   conclude(passage, Progress::Done);
   for (auto& [output, data] : strided_outputs) unpack(output.data, data, *output.layout, item);
+  if (OnShapes tell = on_shapes.load(); tell && passage.tells_shapes)
+    tell(board_->world_rank(rank_), call.site, shapes_report(*board_, passage.sequence));
 }
 
 void Group::break_up(Kind kind, const std::string& why, bool seen) {
@@ -205,12 +209,15 @@ void Group::meet(Passage& passage, Offer offer) {
   Line& line = seat.lines[(clock_ + 1) & 1];
   line.digest = compares ? posting.digest() : 0;
   line.offer = offer;
+  // Shapes are compared in what is recorded. Relaxed: nothing else depends on the level.
+  line.level = records ? debug_level.load(std::memory_order_relaxed) : DebugLevel::Off;
   passage.meeting = true;
   if (!arrive(true)) throw_given_up(passage);
   await(passage);
   if (board_->is_given_up(clock_)) throw_given_up(passage);
   passage.meeting = false;
   if (!agreed()) throw Failure(Kind::Mismatch, mismatch_report(*board_, passage.sequence));
+  passage.tells_shapes = line.level != DebugLevel::Off && is_to_tell() && !same_shapes();
   board_->check_broken();  // somebody may have failed since
 }
 
@@ -231,7 +238,7 @@ bool Group::arrive(bool compare) {
   auto arrival = board_->count_arrival(clock_);
   if (arrival != Board::Arrival::Last) return arrival == Board::Arrival::Early;
   if (compare)
-    board_->mismatch().store(uint32_t(clock_) - same_digests(), std::memory_order_relaxed);
+    board_->mismatch().store(uint32_t(clock_) - same_postings(), std::memory_order_relaxed);
   board_->door().store(uint32_t(clock_), std::memory_order_release);
   board_->bell().ring(kWoken);
   return true;
@@ -255,10 +262,29 @@ void Group::await(Passage& passage) {
   }
 }
 
-bool Group::same_digests() const {
+bool Group::same_postings() const {
   uint64_t mine = board_->seat(rank_).lines[clock_ & 1].digest;
+  bool strict = true;
+  for (int rank = 0; rank < size(); ++rank) {
+    const Line& line = board_->seat(rank).lines[clock_ & 1];
+    if (line.digest != mine) return false;
+    strict &= line.level == DebugLevel::Detail;
+  }
+  // Only if all ask for it: all must come to one verdict, and none be refused for another's wish.
+  return !strict || same_shapes();
+}
+
+bool Group::same_shapes() const {
+  const Posting& mine = board_->posting(rank_, sequence());
   for (int rank = 0; rank < size(); ++rank)
-    if (board_->seat(rank).lines[clock_ & 1].digest != mine) return false;
+    if (!board_->posting(rank, sequence()).is_shaped_like(mine)) return false;
+  return true;
+}
+
+// Whether this is the first of the ranks that want to be told.
+bool Group::is_to_tell() const {
+  for (int rank = 0; rank < rank_; ++rank)
+    if (board_->seat(rank).lines[clock_ & 1].level != DebugLevel::Off) return false;
   return true;
 }
 
@@ -270,7 +296,7 @@ bool Group::is_open() const {
 bool Group::agreed() const {
   if (board_->crowded())
     return board_->mismatch().load(std::memory_order_relaxed) != uint32_t(clock_);
-  return same_digests();
+  return same_postings();
 }
 
 std::string Group::headline(const Passage& passage) const {

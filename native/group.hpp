@@ -38,6 +38,8 @@ struct Call {
   std::vector<View> inputs, outputs;
   int ndim = 0;
   int64_t shape[6] = {};
+  uint32_t more_shape = 0;  // as a Posting has them
+  uint64_t count = 0;
   uint64_t detail = 0;
   uint16_t part = 0, parts = 0;  // its place in a batch
   bool on_lane = false;          // runs on the lane's thread, not the user's
@@ -46,7 +48,7 @@ struct Call {
   std::shared_ptr<std::atomic<int64_t>> awaited_ns;  // and when its user began to wait for it
   char site[80] = {};
   char api[24] = {};
-  char whole[72] = {};  // as a Posting has them
+  char whole[72] = {};  // likewise
   uint64_t whole_number = 0;
 
   // Dense stand-ins for strided tensors and copies of overlapping ones. Once a call has lent memory
@@ -57,6 +59,14 @@ struct Call {
     return scratch.emplace_back(new std::byte[std::max<size_t>(bytes, 1)]).get();
   }
 };
+
+// The debug level of this process.
+inline std::atomic<DebugLevel> debug_level = DebugLevel::Off;
+
+// Called once an operation is done whose ranks have brought equally many elements in different
+// shapes, by one rank and only above level Off: the world's rank, the line and what to say of it.
+using OnShapes = void (*)(int rank, const std::string& site, const std::string& what);
+inline std::atomic<OnShapes> on_shapes = nullptr;
 
 // The sources of a reduction, one per rank; kept between calls to spare the allocations.
 struct Combine {
@@ -95,8 +105,9 @@ class Group {
     Posting posting;
     Clock::time_point start;
     Waiter waiter;
-    bool meeting = false;  // not all have arrived yet: it can still be given up
-    bool titled = false;   // what is thrown says itself which operation it is about
+    bool meeting = false;       // not all have arrived yet: it can still be given up
+    bool titled = false;        // what is thrown says itself which operation it is about
+    bool tells_shapes = false;  // at the end
     trace::Event event = {};
   };
 
@@ -117,7 +128,9 @@ class Group {
   void tick(Passage& passage);
   bool arrive(bool compare);
   void await(Passage& passage);
-  bool same_digests() const;
+  bool same_postings() const;
+  bool same_shapes() const;
+  bool is_to_tell() const;
   bool is_open() const;  // the door of a crowded board: all have reached this meeting
   bool agreed() const;
   void look(Passage& passage, bool costly);

@@ -30,9 +30,15 @@ uint64_t Posting::digest() const {
                   uint64_t(measured) << 24 | uint64_t(uint32_t(root)) << 32;
   hash = mix(sequence, hash);
   if (parts) hash = mix(hash, uint64_t(part) << 16 | parts);
-  for (int i = 0; i < ndim && !may_differ_in_shape(op); ++i)
-    hash = mix(hash, uint64_t(shape[i]) * 2 + 1);
+  if (!may_differ_in_size(op)) hash = mix(hash, count);
   return mix(hash, detail);
+}
+
+bool Posting::is_shaped_like(const Posting& other) const {
+  // A step of a larger operation is about that one's tensors, which its words show.
+  if (whole[0] || other.whole[0]) return std::strncmp(whole, other.whole, sizeof whole) == 0;
+  return may_differ_in_size(op) || (ndim == other.ndim && more_shape == other.more_shape &&
+                                    std::equal(shape, shape + ndim, other.shape));
 }
 
 std::string Posting::kind() const {
@@ -48,7 +54,7 @@ std::string Posting::describe() const {
   if (op != Op::Barrier) {
     text += std::string(phalanx::name(dtype)) + "[";
     for (int i = 0; i < ndim; ++i) text += (i ? ", " : "") + std::to_string(shape[i]);
-    text += "]";
+    text += more_shape ? ", ...] of " + std::to_string(count) + " elements" : "]";
   }
   const bool message = is_message(op);
   if (is_reduction(op)) text += std::string(", ") + phalanx::name(reduce);

@@ -35,10 +35,13 @@ constexpr bool is_message(Op op) { return op == Op::Send || op == Op::Recv; }
 constexpr bool is_reduction(Op op) {
   return op == Op::AllReduce || op == Op::Reduce || op == Op::ReduceScatter;
 }
-// Whether ranks may rightly bring tensors of different shapes.
-constexpr bool may_differ_in_shape(Op op) {
+// Whether ranks may rightly bring tensors of different sizes.
+constexpr bool may_differ_in_size(Op op) {
   return op == Op::AllGather || op == Op::ReduceScatter || op == Op::AllToAll;
 }
+
+// How much a rank wants to be told, as in Python.
+enum class DebugLevel : uint8_t { Off, Info, Detail };
 
 // How a rank offers its data to the others.
 enum class Offer : uint8_t {
@@ -66,7 +69,9 @@ struct Posting {
   uint8_t measured;      // the sum of squares of the result is asked for
   int32_t root;          // or the peer, for send and recv, as a world rank; -1 for none
   int32_t tag;           // of send and recv
+  uint32_t more_shape;   // hash of the dimensions that `shape` has no room for; 0 for none
   int64_t shape[6];
+  uint64_t count;   // elements of the tensor
   uint64_t detail;  // hash of what must agree beyond the fields above (lists of sizes)
   double factor;    // PREMUL_SUM
   double squares;   // its rank's share of the sum of squares, before the last tick
@@ -80,9 +85,12 @@ struct Posting {
   char whole[72];
   uint64_t whole_number;
 
-  // What every rank must have posted alike: equal digests mean equal operations. Where ranks may
-  // rightly bring different shapes, `detail` stands for what they must agree on instead.
+  // What every rank must have posted alike: equal digests mean equal operations. Of a tensor the
+  // count is compared and not the shape. Where ranks may rightly bring different counts, `detail`
+  // stands for what they must agree on instead.
   uint64_t digest() const;
+  // Whether the tensors have one shape, where operations that agree should have one.
+  bool is_shaped_like(const Posting& other) const;
   std::string describe() const;  // "all_reduce(float32[1024], SUM)"
   std::string kind() const;      // "all_reduce"
   std::string title() const;     // "all_reduce #7"
@@ -128,6 +136,7 @@ constexpr uint32_t kHistory = 64;  // postings kept per seat, and as many messag
 struct alignas(64) Line {
   std::atomic<uint32_t> clock;
   Offer offer;
+  DebugLevel level;  // of the rank
   uint64_t digest;
   std::byte payload[kLinePayload];
 };

@@ -103,6 +103,8 @@ Posting Mailbox::describe(const Delivery& delivery) const {
   posting.tag = delivery.tag;
   posting.ndim = uint8_t(delivery.ndim);
   std::copy_n(delivery.shape, std::size(delivery.shape), posting.shape);
+  posting.more_shape = delivery.more_shape;
+  posting.count = delivery.view.count;
   posting.bytes = delivery.bytes();
   posting.posted_ns = nanoseconds(delivery.start);
   std::memcpy(posting.site, delivery.site, sizeof posting.site);

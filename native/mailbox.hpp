@@ -50,6 +50,7 @@ struct Delivery {
   Deadline deadline;
   int ndim = 1;
   int64_t shape[6] = {};
+  uint32_t more_shape = 0;
   char site[80] = {};
   char api[24] = {};
   std::shared_ptr<void> keep;  // what must live until the end

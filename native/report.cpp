@@ -59,8 +59,10 @@ std::vector<Party> parties_of(const Board& board, uint64_t sequence) {
   return parties;
 }
 
-bool same_shape(const Posting& a, const Posting& b) {
-  return a.ndim == b.ndim && std::equal(a.shape, a.shape + a.ndim, b.shape);
+std::string table_of(const Board& board, const std::vector<Party>& parties) {
+  Table table;
+  for (auto& party : parties) table.add({board.world_ranks(party.ranks), party.what, party.site});
+  return table.text();
 }
 
 // Whether a rank did, one call ago, what another does now, having done something else then. (If
@@ -79,11 +81,6 @@ bool is_behind(const Board& board, const Party& slow, const Party& fast) {
 // Two ranks whose lists do not fit each other, in an operation that is otherwise the same for all.
 std::string misfit(const Board& board, uint64_t sequence) {
   const Posting& first = board.posting(0, sequence);
-  auto elements = [&](const Posting& posting) {
-    uint64_t count = 1;
-    for (int i = 0; i < posting.ndim; ++i) count *= uint64_t(posting.shape[i]);
-    return count;
-  };
   for (int rank = 1; rank < board.size(); ++rank) {
     const Posting& posting = board.posting(rank, sequence);
     if (posting.op != first.op || posting.dtype != first.dtype || posting.parts != first.parts ||
@@ -97,7 +94,7 @@ std::string misfit(const Board& board, uint64_t sequence) {
                    &theirs = board.parcel(to, from, sequence);
       const size_t item = item_size(first.dtype);
       uint64_t given = mine.given / item, expected = theirs.taken / item;
-      if (first.op == Op::AllGather) given = elements(board.posting(from, sequence));
+      if (first.op == Op::AllGather) given = board.posting(from, sequence).count;
       if (first.op == Op::ReduceScatter) expected = board.parcel(to, to, sequence).given / item;
       bool paired = first.op == Op::AllGather || first.op == Op::ReduceScatter ||
                     (first.op == Op::AllToAll && from != to);
@@ -146,8 +143,10 @@ std::string likely_reason(const Board& board, std::vector<Party> parties) {
   if (a.reduce != b.reduce) return line + "asks for different reductions";
   if (a.measured != b.measured)
     return line + "asks for the sum of squares on some ranks only: pass squares on all or none";
-  if (!same_shape(a, b))
-    return line + "gets tensors of different shape: look at what " + who +
+  if (a.count != b.count)
+    return line + "gets tensors of " + std::to_string(a.count) + " elements on " +
+           board.world_ranks(most.ranks) + " and of " + std::to_string(b.count) + " on " + who +
+           ": look at what " + who +
            " computes differently (an uneven last batch, another vocabulary or file, a gradient "
            "that is None and was skipped)";
   return line + "differs in the sizes of its parts (the list of tensors, or the split sizes)";
@@ -206,12 +205,26 @@ std::string describe_posting(const Posting& posting) {
 
 std::string mismatch_report(const Board& board, uint64_t sequence) {
   std::vector<Party> parties = parties_of(board, sequence);
-  Table table;
-  for (auto& party : parties) table.add({board.world_ranks(party.ranks), party.what, party.site});
-  std::string reason = misfit(board, sequence);
+  const Posting& first = board.posting(0, sequence);
+  bool same_digests = true, same_shapes = true;
+  for (int rank = 1; rank < board.size(); ++rank) {
+    same_digests &= board.posting(rank, sequence).digest() == first.digest();
+    same_shapes &= board.posting(rank, sequence).is_shaped_like(first);
+  }
+  std::string reason =
+      same_digests && !same_shapes
+          ? "the ranks bring equally many elements in different shapes, which only debug level "
+            "DETAIL refuses: give them one shape (tensor.view), or use INFO or OFF"
+          : misfit(board, sequence);
   if (reason.empty()) reason = likely_reason(board, parties);
+  return first.title() + " on " + board.title() + " does not match across ranks" +
+         table_of(board, parties) + "\n" + reason + "\nno tensor was changed";
+}
+
+std::string shapes_report(const Board& board, uint64_t sequence) {
   return board.posting(0, sequence).title() + " on " + board.title() +
-         " does not match across ranks" + table.text() + "\n" + reason + "\nno tensor was changed";
+         ": the ranks bring equally many elements in different shapes" +
+         table_of(board, parties_of(board, sequence));
 }
 
 std::string describe_absent(const Board& board, std::span<const int> ranks) {

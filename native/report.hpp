@@ -25,6 +25,9 @@ std::string describe_posting(const Posting& posting);
 // A meeting at which not all postings agree: one line per kind of posting, and the likely reason.
 std::string mismatch_report(const Board& board, uint64_t sequence);
 
+// Ranks that agree but for the shapes of their tensors: one line per shape.
+std::string shapes_report(const Board& board, uint64_t sequence);
+
 // What each of these ranks of a board does while others wait for it: one line per rank.
 std::string describe_absent(const Board& board, std::span<const int> ranks);
 

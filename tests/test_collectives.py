@@ -1,11 +1,19 @@
 """The public functions: arguments, roots, kinds of tensors. What moves is the kit's concern."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 import phalanx as dist
 from phalanx.types import ReduceOp
+
+# Types of less than a byte, which DLPack shows as whole bytes, and those of bits.
+PACKED = [
+    *(getattr(torch, f"{kind}{bits}") for kind in ("uint", "int") for bits in range(1, 8)),
+    *(torch.bits8, torch.bits16, torch.bits1x8, torch.bits2x4, torch.bits4x2),
+]
 
 
 def test_roots_are_global_or_in_the_group(run):
@@ -96,7 +104,17 @@ def test_errors_of_one_rank_are_found_before_anything_is_sent(run):
             (ValueError, "factor", lambda: dist.all_reduce(ones(1), ReduceOp.PREMUL_SUM)),
             (ValueError, "unknown reduce op", lambda: dist.all_reduce(ones(1), "plus")),
             (ValueError, "resolve_conj", lambda: dist.all_reduce(ones(1).cfloat().conj())),
-            (TypeError, "bits8", lambda: dist.broadcast(ones(1).view(torch.bits8), 0)),
+            *(
+                (TypeError, str(dtype), partial(operation, ones(4, dtype=torch.uint8).view(dtype)))
+                for dtype in PACKED
+                for operation in (
+                    dist.all_reduce,
+                    lambda tensor: dist.broadcast(tensor, 0),
+                    lambda tensor: dist.all_gather([tensor] * 2, tensor),
+                    lambda tensor: dist.all_to_all_single(tensor, tensor),
+                    lambda tensor: dist.isend(tensor, 1 - dist.get_rank()),
+                )
+            ),
             (RuntimeError, "meta", lambda: dist.broadcast(ones(1, device="meta"), 0)),
             (ValueError, "dense", lambda: dist.broadcast(ones(1).to_sparse(), 0)),
             (TypeError, "tensor_list", lambda: dist.all_gather(ones(2), ones(1))),

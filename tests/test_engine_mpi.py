@@ -87,7 +87,7 @@ gradient = model.module.weight.grad.unique().item()
 try:
     dist.all_reduce(torch.ones(3 if rank else 4), group=mesh.get_group())
 except dist.CollectiveMismatch as error:
-    print(rank, found, gradient, "rank 0: all_reduce(SUM, float32 x 4)" in str(error))
+    print(rank, found, gradient, "rank 0: all_reduce(SUM, float32[4])" in str(error))
 """
 
 

@@ -1,5 +1,6 @@
 """Groups on engines that others wrote: Gloo, any process group of torch's, one per device."""
 
+import logging
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import torch
 from words import listen, tell
 
 import phalanx as dist
-from phalanx import world
+from phalanx import logs, world
 from phalanx.backends.base import COLLECTIVES
 from phalanx.backends.engines import addresses, frames
 from phalanx.backends.engines.mailbox import Arrival, Failure, Gate, Mailbox, Receipt
@@ -123,7 +124,7 @@ def test_a_dead_rank_is_named_by_the_others(numel, late):
     results = on_gloo(be_killed, 3, numel, late, ranks="processes", return_exceptions=True)
     for error in results[:2]:
         assert isinstance(error, dist.PeerFailed)
-        for fact in ("connection to rank 2 is gone", f"all_reduce(SUM, float32 x {numel}) #1"):
+        for fact in ("connection to rank 2 is gone", f"all_reduce(SUM, float32[{numel}]) #1"):
             assert fact in str(error)
         assert "test_engines.py" in str(error)
 
@@ -176,8 +177,33 @@ def test_collectives_that_differ_are_found_before_anything_is_written():
         return str(caught.value)
 
     for text in on_gloo(body, 2):
-        assert "rank 0: all_reduce(SUM, float32 x 4) #1, test_engines.py" in text
-        assert "rank 1: all_reduce(SUM, float32 x 3) #1, test_engines.py" in text
+        assert "rank 0: all_reduce(SUM, float32[4]) #1, test_engines.py" in text
+        assert "rank 1: all_reduce(SUM, float32[3]) #1, test_engines.py" in text
+
+
+@pytest.mark.parametrize("level", list(dist.DebugLevel))
+def test_shapes_of_as_many_elements_may_differ_below_detail(level, caplog):
+    def body():
+        rank = dist.get_rank()
+        dist.set_debug_level(level)
+        tensor = torch.arange(6.0).reshape((1, 6) if rank == 0 else (2, 3)) * (rank + 1)
+        if level is dist.DebugLevel.DETAIL:
+            with pytest.raises(dist.CollectiveMismatch, match=r"different shapes.*DETAIL"):
+                dist.all_reduce(tensor)
+            return
+        for _ in range(2):
+            dist.all_reduce(tensor)
+        assert tensor.flatten().tolist() == [6.0 * each for each in range(6)]
+
+    before = dist.get_debug_level()
+    try:
+        with caplog.at_level(logging.INFO, "phalanx.collectives"):
+            on_gloo(body, 2)
+    finally:
+        dist.set_debug_level(before)
+        logs.show(None)
+    said = [r for r in caplog.records if r.name == "phalanx.collectives"]
+    assert len(said) == (level is dist.DebugLevel.INFO)
 
 
 def test_a_message_of_another_size_is_refused_and_the_next_one_is_not():

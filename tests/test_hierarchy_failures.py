@@ -1,5 +1,6 @@
 """What is said on all hosts when a group over hosts fails. Ranks are threads on pretended hosts."""
 
+import logging
 import threading
 import time
 from functools import partial
@@ -9,6 +10,7 @@ import torch
 from pretended_hosts import on_hosts
 
 import phalanx as dist
+from phalanx import logs
 
 
 def told(fn, layout="aabb", **options):
@@ -85,9 +87,76 @@ def test_collectives_that_differ_on_one_host():
         "all_reduce #2 on group 'world' does not match across ranks",
         "rank 2  all_reduce(float32[4], SUM)",
         "rank 3  all_reduce(float32[5], SUM)",
-        "gets tensors of different shape",
+        "gets tensors of 4 elements on rank 2 and of 5 on rank 3",
     )
     assert len(set(texts)) == 1
+
+
+SHAPES = [(6,), (6,), (1, 6), (2, 3)]  # by rank
+
+
+def bring_other_shapes(level):
+    """Bring equally many elements in shapes that differ on a host and between hosts."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    every = [torch.arange(6.0) + 10 * each + 1 for each in range(size)]
+    dist.set_debug_level(level)
+    tensor = every[rank].reshape(SHAPES[rank]).clone()
+    dist.all_reduce(tensor)
+    assert tensor.flatten().equal(sum(every))
+    tensor = every[rank].reshape(SHAPES[rank]).clone()
+    dist.reduce(tensor, 2)
+    assert tensor.flatten().equal(sum(every) if rank == 2 else every[rank])
+    tensor = every[rank].reshape(SHAPES[rank]).clone()
+    dist.broadcast(tensor, 3)
+    assert tensor.flatten().equal(every[3])
+    outputs = [torch.zeros(3, 2) for _ in every] if rank == 2 else None
+    dist.gather(every[rank].reshape(SHAPES[rank]), outputs, 2)
+    assert outputs is None or torch.stack(outputs).flatten().equal(torch.cat(every))
+    dist.scatter(tensor, [each.reshape(3, 2) for each in every] if rank == 1 else None, 1)
+    assert tensor.flatten().equal(every[rank])
+    long = torch.arange(600_000.0).reshape((-1, 2) if rank == 3 else (-1,)) + rank
+    dist.all_reduce(long)
+    assert long.flatten().equal(torch.arange(600_000.0) * size + 6)
+
+
+@pytest.fixture
+def level_kept():
+    before = dist.get_debug_level()
+    yield
+    dist.set_debug_level(before)
+    logs.show(None)
+
+
+@pytest.mark.parametrize("layout", ["aabb", "abab", "abcd"])
+@pytest.mark.parametrize("level", [dist.DebugLevel.OFF, dist.DebugLevel.INFO])
+def test_other_shapes_of_as_many_elements_pass(level, layout, level_kept, caplog):
+    with caplog.at_level(logging.INFO, "phalanx.collectives"):
+        on_hosts(bring_other_shapes, layout, level)
+    said = [r.getMessage() for r in caplog.records if r.name == "phalanx.collectives"]
+    assert len({text.split("test_hierarchy_failures.py:")[1].split()[0] for text in said}) == len(
+        said
+    )
+    names = [text.split()[2] for text in said]
+    wanted = ["all_reduce", "all_reduce", "broadcast", "gather", "reduce", "scatter"]
+    assert sorted(names) == (wanted if level is dist.DebugLevel.INFO else [])
+
+
+@pytest.mark.parametrize("layout", ["aabb", "abcc"])
+def test_other_shapes_are_refused_at_detail(layout, level_kept):
+    errors = told(partial(bring_other_shapes, dist.DebugLevel.DETAIL), layout)
+    all_say(errors, dist.CollectiveMismatch, "all_reduce #1", "different shapes", "DETAIL")
+
+
+def test_each_rank_may_have_its_own_factor():
+    def body():
+        rank = dist.get_rank()
+        tensor = torch.arange(3.0) + 1
+        dist.all_reduce(tensor, dist.ReduceOp.premul_sum(2.0 + rank))
+        assert tensor.tolist() == [14.0, 28.0, 42.0]
+        dist.reduce(tensor, 1, dist.ReduceOp.premul_sum(1.0 + rank))
+        assert tensor.tolist() == ([140.0, 280.0, 420.0] if rank == 1 else [14.0, 28.0, 42.0])
+
+    on_hosts(body, "aabb")
 
 
 def differ_one_by_one(step):

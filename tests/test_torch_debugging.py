@@ -46,27 +46,34 @@ def _mismatches():
     dtype = torch.float64 if rank else torch.float32
     messages = {
         "operation": said(operation),
-        "shape": said(lambda: dist.all_reduce(torch.ones(4 + rank))),
+        "size": said(lambda: dist.all_reduce(torch.ones(4 + rank))),
         "dtype": said(lambda: dist.all_reduce(torch.ones(4, dtype=dtype))),
         "source": said(lambda: dist.broadcast(torch.ones(4), src=rank)),
     }
+    shaped = torch.arange(6.0).reshape((2, 3) if rank else (1, 6)) * (rank + 1)
+    messages["shape"] = said(lambda: dist.all_reduce(shaped))
+    scale = 1 + rank if messages["shape"] else 3
+    assert shaped.flatten().tolist() == [scale * each for each in range(6)]
     return dist.get_debug_level().name, reduced.item(), messages
 
 
 FACTS = {
+    "shape": ["float32[1, 6]", "float32[2, 3]", "different shapes"],
     "operation": ["all_gather(float32[4])", "all_reduce(float32[4], SUM)"],
-    "shape": ["float32[4]", "float32[5]"],
+    "size": ["float32[4]", "float32[5]"],
     "dtype": ["float32[4]", "float64[4]"],
     "source": ["src=0", "src=1"],
 }
 
 
-@pytest.mark.parametrize("level", ["INFO", "DETAIL"])
+@pytest.mark.parametrize("level", ["OFF", "INFO", "DETAIL"])
 def test_mismatches_are_named_at_all_debug_levels(monkeypatch, level):
     # With Gloo, DETAIL and DistributedDataParallel together end the process.
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
     for name, reduced, messages in run_torch(_mismatches, SIZE):
         assert (name, reduced) == (level, 3)
+        if level != "DETAIL":
+            assert messages.pop("shape") is None
         for kind, message in messages.items():
             for fact in (*FACTS[kind], "rank 0", "rank 1", "test_torch_debugging.py"):
                 assert fact in message

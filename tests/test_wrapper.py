@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from calls import COLLECTIVES, MOVING, REDUCING, ROOTED, SPELLED, Call, everybody_goes_on
+from torch import Tensor
 
 import phalanx as dist
+from phalanx import logs
 from phalanx.testing import run_ranks
 
 SIZE = 4
@@ -96,11 +100,142 @@ def test_another_shape(name: str, where: str) -> None:
     assert "5]" in text
 
 
-@pytest.mark.parametrize("name", ["all_reduce", "broadcast", "reduce"])
-def test_another_shape_of_as_many_elements(name: str) -> None:
+# Another shape of as many elements
+
+# By rank: all have six elements, the last one more dimensions than a posting shows.
+SHAPES = [(1, 6), (6,), (2, 3), (1, 1, 1, 1, 1, 1, 3, 2)]
+SHAPED = ["all_reduce", "reduce", "broadcast", "gather", "scatter"]
+
+
+def _filled(rank: int) -> Tensor:
+    return torch.arange(6.0) + 10 * rank + 1
+
+
+def _bring_other_shapes(name: str) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = _filled(rank).reshape(SHAPES[rank % 4])
+    every = [_filled(each) for each in range(size)]
+    if name == "all_reduce":
+        dist.all_reduce(mine)
+        assert mine.flatten().equal(sum(every))
+    elif name == "reduce":
+        dist.reduce(mine, 1)
+        assert mine.flatten().equal(sum(every) if rank == 1 else every[rank])
+    elif name == "broadcast":
+        dist.broadcast(mine, 1)
+        assert mine.flatten().equal(every[1])
+    elif name == "gather":
+        outputs = [torch.zeros(SHAPES[each % 4]) for each in range(size)] if rank == 1 else None
+        dist.gather(mine, outputs, 1)
+        for output, wanted in zip(outputs or [], every, strict=False):
+            assert output.flatten().equal(wanted)
+    elif name == "scatter":
+        inputs = [each.reshape(3, 2) for each in every] if rank == 1 else None
+        output = torch.zeros_like(mine)
+        dist.scatter(output, inputs, 1)
+        assert output.flatten().equal(every[rank])
+    assert mine.shape == SHAPES[rank % 4]
+
+
+@pytest.fixture
+def level(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Set the debug level of this process, and of those that it starts, for the test."""
+
+    def choose(name: str) -> None:
+        monkeypatch.setenv("PHALANX_DEBUG", name)
+        dist.set_debug_level_from_env()
+
+    before = dist.get_debug_level()
+    yield choose
+    dist.set_debug_level(before)
+    logs.show(None)
+
+
+@pytest.mark.parametrize("size", [2, SIZE])  # few ranks meet in another way than many
+@pytest.mark.parametrize("name", SHAPED)
+def test_another_shape_of_as_many_elements_passes(name: str, size: int) -> None:
+    run_ranks(_bring_other_shapes, size, name)
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "scatter"])
+def test_another_shape_passes_among_processes(name: str) -> None:
+    run_ranks(_bring_other_shapes, 3, name, ranks="processes")
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_another_shape_of_as_many_elements_is_refused_at_detail(
+    name: str, level: Callable[[str], None]
+) -> None:
+    level("DETAIL")
     text = disagree(name, "world", {"shape": (4, 3)}, {"shape": (3, 4)})
     assert "float32[4, 3]" in text
     assert "float32[3, 4]" in text
+    assert "equally many elements in different shapes" in text
+    assert "DETAIL" in text
+
+
+@pytest.mark.parametrize("name", sorted({*MOVING} - {*SHAPED}))
+def test_what_may_differ_in_size_may_differ_in_shape_at_detail(
+    name: str, level: Callable[[str], None]
+) -> None:
+    level("DETAIL")
+    run_ranks(lambda: Call(name, shape=(4, 3) if dist.get_rank() == ODD else (12, 1)).run(), SIZE)
+
+
+@pytest.mark.parametrize("size", [2, SIZE])
+def test_another_shape_is_logged_once_per_line(
+    size: int, level: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    def program() -> None:
+        for _ in range(3):
+            _bring_other_shapes("all_reduce")
+        _bring_other_shapes("broadcast")
+        work = dist.all_reduce(torch.ones(SHAPES[dist.get_rank()]), async_op=True)
+        assert work is not None
+        work.wait()
+        dist.all_gather([torch.ones(6)] * size, torch.ones(SHAPES[dist.get_rank()]))
+
+    level("INFO")
+    with caplog.at_level(logging.INFO, "phalanx.collectives"):
+        run_ranks(program, size)
+    said = [r.getMessage() for r in caplog.records if r.name == "phalanx.collectives"]
+    assert [text.split()[2] for text in said] == ["all_reduce", "broadcast", "all_reduce"]
+    assert all("[rank 0]" in text and "different shapes" in text for text in said)
+    assert "rank 0  all_reduce(float32[1, 6], SUM)" in said[0]
+    assert "rank 1  all_reduce(float32[6], SUM)" in said[0]
+    caplog.clear()
+    level("OFF")
+    with caplog.at_level(logging.INFO, "phalanx.collectives"):
+        run_ranks(program, size)
+    assert not [r for r in caplog.records if r.name == "phalanx.collectives"]
+
+
+def _be_at_several_levels() -> None:
+    rank = dist.get_rank()
+    dist.set_debug_level(list(dist.DebugLevel)[rank])
+    for name in SHAPED:
+        _bring_other_shapes(name)
+    with pytest.raises(dist.CollectiveMismatch) as caught:
+        dist.all_reduce(torch.ones(4 + rank))
+    assert "of 4 elements on rank 0" in str(caught.value)
+
+
+def test_ranks_at_several_levels_agree_on_what_is_refused() -> None:
+    run_ranks(_be_at_several_levels, 3, ranks="processes")
+
+
+def test_dimensions_that_a_report_has_no_room_for_count() -> None:
+    def program() -> str:
+        tensor = torch.ones(1, 2, 1, 1, 1, 1, 3 + dist.get_rank())
+        with pytest.raises(dist.CollectiveMismatch) as caught:
+            dist.all_reduce(tensor)
+        (entry,) = dist.group.WORLD.backend.history()
+        assert entry["bytes"] == tensor.nbytes
+        return str(caught.value)
+
+    for text in run_ranks(program, 2):
+        assert "rank 0  all_reduce(float32[1, 2, 1, 1, 1, 1, ...] of 6 elements, SUM)" in text
+        assert "6 elements on rank 0 and of 8 on rank 1" in text
 
 
 @WHERE

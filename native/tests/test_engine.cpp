@@ -168,7 +168,7 @@ TEST(mismatch_leaves_the_group_usable) {
       Call call;
       call.op = Op::AllReduce;
       call.ndim = 1;
-      call.shape[0] = int64_t(values.size());
+      call.shape[0] = int64_t(call.count = values.size());
       call.inputs = call.outputs = {view(values)};
       bool caught = false;
       try {

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 class Store:
@@ -69,8 +70,22 @@ def hmac_sha256(key: bytes, message: bytes, /) -> bytes: ...
 
 # The engine.
 
-def configure(tensor: type[Tensor], packages: list[str]) -> None:
-    """Tell the core torch's tensor type, and in which directories no user's code is."""
+def configure(
+    tensor: type[Tensor], uint8: torch.dtype, int8: torch.dtype, packages: list[str]
+) -> None:
+    """Tell the core torch's tensor type, its dtypes of a byte, and where no user's code is."""
+
+def set_debug_level(level: int) -> None:
+    """Set the debug level of this process."""
+
+def debug_level() -> int:
+    """Return the debug level set last."""
+
+def set_shapes_observer(observer: Callable[[int, str, str], None]) -> None:
+    """Set the function that is told, above level OFF, that ranks agree but for their shapes.
+
+    It is called with the global rank that tells, the user's line, and what each rank brings.
+    """
 
 def batch(part: int, parts: int) -> None:
     """Say which of a batch this thread's next call is."""

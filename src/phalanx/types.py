@@ -15,6 +15,8 @@ from phalanx import _native
 # Tell the native core what a tensor is, and in whose files no line is the user's.
 _native.configure(
     torch.Tensor,
+    torch.uint8,
+    torch.int8,
     [
         os.path.dirname(os.path.abspath(module)) + os.sep
         for module in (__file__, phalanx_autoload.__file__, torch.__file__)

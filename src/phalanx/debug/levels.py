@@ -14,10 +14,11 @@ VARIABLES = ("PHALANX_DEBUG", "TORCH_DISTRIBUTED_DEBUG")
 class DebugLevel(enum.IntEnum):
     """How much is said.
 
-    OFF: errors only. INFO: also log what happens to worlds and groups. DETAIL: also log every
-    operation, look for NaN and Inf in inputs, refuse to touch tensors of operations that have not
-    been waited for, and add to errors the Python stack, the checksum and the NaN count of every
-    rank.
+    OFF: errors only. INFO: also log what happens to worlds and groups, and once per line that ranks
+    bring equally many elements in different shapes. DETAIL: also refuse such shapes (if all ranks
+    of the group are at this level), log every operation, look for NaN and Inf in inputs, refuse to
+    touch tensors of operations that have not been waited for, and add to errors the Python stack,
+    the checksum and the NaN count of every rank.
     """
 
     OFF = 0

@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from phalanx import errors, logs
+from phalanx import _native, errors, logs
+from phalanx.backends import shapes
 from phalanx.debug import detail, layers, levels, recorder
 from phalanx.errors import DistBackendError, DistStoreError
 from phalanx.groups import ProcessGroup
@@ -61,7 +62,7 @@ def grouped(world: World, group: ProcessGroup) -> None:
         group.ranks,
         extra={"rank": world.rank},
     )
-    if levels.get_debug_level() is levels.DebugLevel.DETAIL:
+    if _level() is levels.DebugLevel.DETAIL:
         detail.look_into(world, group)
     layers.dress(world, group)
 
@@ -78,6 +79,7 @@ def left(world: World) -> None:
         return
     _worlds.discard(world)
     if not _worlds:
+        shapes.forget()
         _stop_listening()
     _world_log.info("left the world", extra={"rank": world.rank})
 
@@ -87,13 +89,20 @@ def level_changed() -> None:
     if not _worlds:
         return
     logs.show(levels.log_level())
-    wanted = levels.get_debug_level() is levels.DebugLevel.DETAIL
+    wanted = _level() is levels.DebugLevel.DETAIL
     for world in list(_worlds):
         if not wanted:
             detail.look_away(world)
             continue
         for group in list(world.groups.values()):
             detail.look_into(world, group)
+
+
+def _level() -> levels.DebugLevel:
+    """Return the debug level, once the engine knows it, too."""
+    level = levels.get_debug_level()
+    _native.set_debug_level(level)
+    return level
 
 
 def failed(error: DistBackendError) -> None:

@@ -6,30 +6,43 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from phalanx import _native
+from phalanx.backends import shapes
 from phalanx.errors import CollectiveMismatch, DistTimeout, PeerFailed
 from phalanx.types import ReduceOp
 
 # Those in which all ranks have tensors of one size; in others each message says its own.
-_ALIKE = {"_all_reduce", "_reduce", "_broadcast"}
+_ALIKE = {"_all_reduce", "_reduce", "_broadcast", "_gather", "_scatter"}
 _NEXT = "\x1f"
+_INFO, _DETAIL = 1, 2
 
 
 class Call:
-    """One collective of a group: the ``number``-th, what it is, and the user's line."""
+    """One collective of a group: the ``number``-th, what it is, and the user's line.
 
-    __slots__ = ("number", "site", "what")
+    ``what`` shows the shape of a tensor; ``agreed`` says what must be the same on all ranks, its
+    size among it.
+    """
 
-    def __init__(self, number: int, what: str, site: str) -> None:
+    __slots__ = ("agreed", "is_strict", "number", "site", "what")
+
+    def __init__(
+        self, number: int, what: str, site: str, agreed: str, is_strict: bool | None = None
+    ) -> None:
         self.number = number
         self.what = what
         self.site = site
+        self.agreed = agreed
+        self.is_strict = _native.debug_level() >= _DETAIL if is_strict is None else is_strict
 
     @classmethod
     def of(cls, step: str, args: Sequence[Any], number: int, site: str) -> Call:
         """Describe a step by what must be the same on all ranks."""
         words = []
+        tensors = ["", ""]
         tensor: Tensor | None = None
         for arg in args:
             if isinstance(arg, ReduceOp):
@@ -40,24 +53,35 @@ class Call:
                 tensor = arg if tensor is None else tensor
             elif arg and tensor is None:
                 tensor = arg[0]
-        if tensor is not None:
-            count = f" x {tensor.numel()}" if step in _ALIKE else ""
-            words.append(f"{str(tensor.dtype).removeprefix('torch.')}{count}")
-        return cls(number, f"{step.removeprefix('_')}({', '.join(words)})", site)
+        if tensor is not None and step in _ALIKE:
+            tensors = [shown(tensor), counted(tensor)]
+        elif tensor is not None:
+            tensors = [dtype_name(tensor.dtype)] * 2
+        name = step.removeprefix("_")
+        what, agreed = (f"{name}({', '.join(filter(None, [*words, of]))})" for of in tensors)
+        return cls(number, what, site, agreed)
 
     def label(self) -> bytes:
         """Return what travels with each message of the collective."""
-        return _NEXT.join([str(self.number), self.what, self.site]).encode()[:500]
+        strict = "strict" if self.is_strict else ""
+        fields = [str(self.number), self.agreed, strict, self.what, self.site]
+        return _NEXT.join(fields).encode()[:500]
 
     @classmethod
     def read(cls, label: bytes) -> Call:
-        number, what, site = [*label.decode(errors="replace").split(_NEXT), "", ""][:3]
-        return cls(int(number), what, site)
+        fields = [*label.decode(errors="replace").split(_NEXT), *[""] * 4]
+        number, agreed, strict, what, site = fields[:5]
+        return cls(int(number), what, site, agreed, bool(strict))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Call) and (self.number, self.what) == (other.number, other.what)
+    def matches(self, other: Call) -> bool:
+        """Say whether two ranks are in one collective, for all that must agree."""
+        if (self.number, self.agreed) != (other.number, other.agreed):
+            return False
+        return not (self.is_strict and other.is_strict) or self.what == other.what
 
-    __hash__ = None  # type: ignore[assignment]
+    def is_to_tell(self, other: Call) -> bool:
+        """Say whether this rank wants to hear that a call that matches has another shape."""
+        return self.what != other.what and _native.debug_level() >= _INFO
 
     def __str__(self) -> str:
         return f"{self.what} #{self.number}{self.place()}"
@@ -68,11 +92,36 @@ class Call:
 
 def differ(group: str, calls: Mapping[int, Call]) -> str:
     """Say, line by line, which ranks are in which collective."""
-    lines = [f"\n  rank {rank}: {call}" for rank, call in sorted(calls.items())]
+    if len({(call.number, call.agreed) for call in calls.values()}) == 1:
+        return f"group {group!r}: {shapes.REFUSED}{_lines(calls)}"
     return (
         f"ranks of group {group!r} are in different collectives; all must make the same calls in "
-        f"the same order{''.join(lines)}"
+        f"the same order{_lines(calls)}"
     )
+
+
+def differ_in_shape(group: str, calls: Mapping[int, Call]) -> str:
+    """Say, line by line, which ranks bring which shape."""
+    return f"group {group!r}: {shapes.DIFFER}{_lines(calls)}"
+
+
+def _lines(calls: Mapping[int, Call]) -> str:
+    return "".join(f"\n  rank {rank}: {call}" for rank, call in sorted(calls.items()))
+
+
+def shown(tensor: Tensor) -> str:
+    """Describe a tensor by its shape: "float32[3,4]"."""
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".replace(" ", "")
+
+
+def counted(tensor: Tensor) -> str:
+    """Describe a tensor by its size: "float32 x 12"."""
+    return f"{dtype_name(tensor.dtype)} x {tensor.numel()}"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype without torch's name."""
+    return str(dtype).removeprefix("torch.")
 
 
 @contextmanager

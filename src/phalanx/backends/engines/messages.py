@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 
 from phalanx import errors
+from phalanx.backends import shapes
 from phalanx.backends.base import COLLECTIVE
 from phalanx.backends.engines import frames, sites
-from phalanx.backends.engines.calls import Call, differ, running
+from phalanx.backends.engines.calls import Call, differ, differ_in_shape, running
 from phalanx.backends.engines.collectives import Collectives, Part
 from phalanx.backends.engines.frames import Frame
 from phalanx.backends.engines.mailbox import Arrival, Failure, Mailbox, Pending, Receipt
@@ -340,11 +341,13 @@ class MessageEngine(Collectives):
 
     def _belongs(self, call: Call, source: int, frame: Frame) -> Failure | None:
         theirs = Call.read(frame.label)
-        if theirs == call:
-            return None
-        ranks = self.global_ranks
-        text = differ(self._group, {ranks[self.rank]: call, ranks[source]: theirs})
-        return Failure(CollectiveMismatch, text)
+        me = self.global_ranks[self.rank]
+        calls = {me: call, self.global_ranks[source]: theirs}
+        if not theirs.matches(call):
+            return Failure(CollectiveMismatch, differ(self._group, calls))
+        if call.is_to_tell(theirs):
+            shapes.tell(me, call.site, differ_in_shape(self._group, calls))
+        return None
 
     # Who is there
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import cast
 
-import torch
 from torch import Tensor
 
+from phalanx.backends import shapes
 from phalanx.backends.engines.calls import Call
 from phalanx.backends.engines.frames import Frame
 from phalanx.backends.engines.mailbox import Failure, Pending, Receipt
@@ -24,9 +24,6 @@ from phalanx.work import Work
 
 _TAG = -3
 
-# Stands between the words of a call and the number of what else must agree.
-HIDDEN = " ~"
-
 Differ = Callable[[Call, Call, int, bool], str]
 
 
@@ -35,12 +32,20 @@ class Crossing:
 
     ``differ(mine, theirs, peer, agreed)`` says what is wrong if a peer is in another one;
     ``agreed`` if this rank has got so far in its own that it may speak for its host.
+    ``tell(mine, theirs, peer)`` is called if a peer brings another shape and may.
     """
 
-    def __init__(self, engine: MessageEngine, vigil: Vigil, differ: Differ) -> None:
+    def __init__(
+        self,
+        engine: MessageEngine,
+        vigil: Vigil,
+        differ: Differ,
+        tell: Callable[[Call, Call, int], None],
+    ) -> None:
         self._engine = engine
         self._vigil = vigil
         self._differ = differ
+        self._tell = tell
 
     def send(self, peer: int, call: Call, tensor: Tensor, foreseen: bool = False) -> Sending:
         """Begin to send a flat tensor; ``foreseen`` if the peer asks for it unseen, as below."""
@@ -68,13 +73,15 @@ class Crossing:
         """
         for source, label in self._engine.unclaimed(_TAG):
             theirs = Call.read(label)
-            if theirs.number == call.number and theirs != call:
+            if theirs.number == call.number and not theirs.matches(call):
                 return self._differ(call, theirs, source, False)
         return ""
 
     def _accept(self, call: Call, room: int, source: int, frame: Frame) -> Failure | None:
         theirs = Call.read(frame.label)
-        if theirs == call:
+        if theirs.matches(call):
+            if call.is_to_tell(theirs):
+                self._tell(call, theirs, source)
             if frame.num_bytes == room:
                 return None
             call, theirs = _sized(call, room), _sized(theirs, frame.num_bytes)
@@ -111,11 +118,11 @@ class Coming:
     def wait(self, deadline: Deadline) -> None:
         """Wait until it is there."""
         call = self._call
-        self._vigil.wait(self._work, deadline, [self._peer], words(call), call.number)
+        self._vigil.wait(self._work, deadline, [self._peer], call.what, call.number)
 
 
 def _sized(call: Call, num_bytes: int) -> Call:
-    return Call(call.number, f"{words(call)} of {num_bytes} bytes", call.site)
+    return Call(call.number, f"{call.what} of {num_bytes} bytes", call.site, call.agreed)
 
 
 def speaks_for_host(call: Call) -> bool:
@@ -123,20 +130,21 @@ def speaks_for_host(call: Call) -> bool:
 
     They have met before, but not in a broadcast; and each may send something of its own size.
     """
-    return not call.what.startswith("broadcast(") and not call.what.endswith(" bytes")
+    return not call.what.startswith("broadcast(") and not _is_sized(call)
 
 
-def words(call: Call) -> str:
-    """Return what a call is in words, without the number of what else must agree."""
-    return call.what.partition(HIDDEN)[0]
+def _is_sized(call: Call) -> bool:
+    return call.what.endswith(" bytes")
 
 
 def likely_reason(mine: Call, theirs: Call) -> str:
     """Guess why two calls that must be one differ."""
     sites = sorted({mine.site, theirs.site})
+    if (mine.number, mine.agreed) == (theirs.number, theirs.agreed) and not _is_sized(mine):
+        return shapes.REFUSED
     if mine.what != theirs.what and len(sites) == 1:
         return f"the same line, {sites[0]}, gets other tensors or arguments on some ranks"
-    if words(mine) == words(theirs) and mine.number == theirs.number and len(sites) == 1:
+    if mine.what == theirs.what and mine.number == theirs.number and len(sites) == 1:
         return f"the same line, {sites[0]}, differs in the sizes of its parts or in its root"
     return (
         f"compare {' with '.join(sites)}; all ranks of a group must make the same calls in the "
@@ -154,13 +162,3 @@ def put(tensor: Tensor, buffer: Tensor) -> None:
     """Write the elements of a flat buffer into a tensor, unless they are its own memory."""
     if buffer.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
         tensor.detach().copy_(buffer.view(tensor.shape))
-
-
-def shown(tensor: Tensor) -> str:
-    """Describe a tensor as the engine's reports do: "float32[3,4]"."""
-    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}".replace(" ", "")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Name a dtype without torch's name."""
-    return str(dtype).removeprefix("torch.")

@@ -14,21 +14,17 @@ import torch
 from torch import Tensor
 
 from phalanx import _native
-from phalanx.backends import reduction
+from phalanx.backends import reduction, shapes
 from phalanx.backends.engines import sites
-from phalanx.backends.engines.calls import Call
+from phalanx.backends.engines.calls import Call, counted, dtype_name, shown
 from phalanx.backends.engines.messages import MessageEngine
 from phalanx.backends.hierarchy.choices import LONGEST_CHUNK, SMALL, chunk_bytes
 from phalanx.backends.hierarchy.crossing import (
-    HIDDEN,
     Crossing,
-    dtype_name,
     flat,
     likely_reason,
     put,
-    shown,
     speaks_for_host,
-    words,
 )
 from phalanx.backends.hierarchy.exchange import Exchange, Scratch, spread
 from phalanx.backends.hierarchy.letters import Letters
@@ -87,7 +83,7 @@ class Hierarchy(OneByOne):
         super().__init__(rank, len(labels), timeout)
         self.global_ranks = list(global_ranks)
         self._vigil = Vigil(warden, engine, group, self.global_ranks)
-        self._crossing = Crossing(engine, self._vigil, self._differ)
+        self._crossing = Crossing(engine, self._vigil, self._differ, self._tell_of_shapes)
         self._letters = Letters(local, engine, self._topology, self._vigil, self._ask)
         # A chunk of its own and one of the other host's for each that travels, or is about to.
         self._scratch = Scratch(2 * (_AHEAD + 1) * LONGEST_CHUNK)
@@ -258,16 +254,35 @@ class Hierarchy(OneByOne):
         lines.append(f"find out what keeps {missing}, or give more time: {_ADVICE}")
         return "\n".join(lines)
 
-    def _call(self, what: str, *agreed: object) -> Call:
-        """Say which collective this rank is about to do; ranks must agree on all of it."""
-        # What is agreed on beyond the words stands for itself in a number.
-        digest = zlib.crc32(repr((self._number, what, agreed)).encode())
-        _native.part_of(digest << 1 | 1, what, self._number, self._site)
-        self._running = Call(self._number, f"{what}{HIDDEN}{digest:08x}", self._site)
+    def _call(self, what: str, *agreed: object, tensor: Tensor | None = None) -> Call:
+        """Say which collective this rank is about to do; ranks must agree on all of it.
+
+        Where ``what`` has "{}", reports show the shape of ``tensor``; ranks agree on its size.
+        """
+        # What is agreed on stands for itself in a number.
+        sized = what if tensor is None else what.format(counted(tensor))
+        digest = zlib.crc32(repr((self._number, sized, agreed)).encode())
+        words = what if tensor is None else what.format(shown(tensor))
+        _native.part_of(digest << 1 | 1, words, self._number, self._site)
+        self._running = Call(self._number, words, self._site, f"{digest:08x}")
         return self._running
+
+    def _tell_of_shapes(self, mine: Call, theirs: Call, peer: int) -> None:
+        """Log that ranks bring equally many elements in different shapes."""
+        title = f"{mine.what.partition('(')[0]} #{mine.number} on group {self._group!r}"
+        table = self._table(mine, theirs, peer, True)
+        me = self.global_ranks[self.rank]
+        shapes.tell(me, mine.site, f"{title}: {shapes.DIFFER}{table}")
 
     def _differ(self, mine: Call, theirs: Call, peer: int, agreed: bool) -> str:
         """Say who is in which collective."""
+        return (
+            f"{mine.what.partition('(')[0]} #{mine.number} on group {self._group!r} does not "
+            f"match across hosts{self._table(mine, theirs, peer, agreed)}\n"
+            f"{likely_reason(mine, theirs)}"
+        )
+
+    def _table(self, mine: Call, theirs: Call, peer: int, agreed: bool) -> str:
         where = self._topology
         rows = []
         for rank, call, is_shared in sorted(
@@ -277,18 +292,14 @@ class Hierarchy(OneByOne):
             ranks = where.hosts[where.places[rank].host] if is_shared else [rank]
             named = _native.rank_list(sorted(self.global_ranks[rank] for rank in ranks))
             host = self._warden.host_of(self.global_ranks[ranks[0]])
-            rows.append((f"{named} on host {host}", f"{words(call)} #{call.number}", call.site))
+            rows.append((f"{named} on host {host}", f"{call.what} #{call.number}", call.site))
         first, second = (max(len(row[i]) for row in rows) for i in (0, 1))
-        table = "".join(f"\n  {a:{first}}  {b:{second}}  {site}" for a, b, site in rows)
-        return (
-            f"{words(mine).partition('(')[0]} #{mine.number} on group {self._group!r} does not "
-            f"match across hosts{table}\n{likely_reason(mine, theirs)}"
-        )
+        return "".join(f"\n  {a:{first}}  {b:{second}}  {site}" for a, b, site in rows)
 
     def _all_reduce(
         self, deadline: Deadline, tensor: Tensor, op: ReduceOp, squares: Tensor | None
     ) -> None:
-        call = self._call(f"all_reduce({shown(tensor)}, {op.name})", op.factor)
+        call = self._call(f"all_reduce({{}}, {op.name})", tensor=tensor)
         buffer = flat(tensor)
         if buffer.numel() * buffer.itemsize <= SMALL:
             self._all_reduce_small(deadline, buffer, op, call)
@@ -365,7 +376,7 @@ class Hierarchy(OneByOne):
     def _reduce(
         self, deadline: Deadline, output: Tensor, input: Tensor, root: int, op: ReduceOp
     ) -> None:
-        call = self._call(f"reduce({shown(input)}, {op.name}, {self._root(root)})", op.factor)
+        call = self._call(f"reduce({{}}, {op.name}, {self._root(root)})", tensor=input)
         where = self._topology
         goal = where.places[root]
         total = flat(input).clone()
@@ -393,7 +404,7 @@ class Hierarchy(OneByOne):
         self._crossing.receive(peer, call, tensor).wait(deadline)
 
     def _broadcast(self, deadline: Deadline, tensor: Tensor, root: int) -> None:
-        call = self._call(f"broadcast({shown(tensor)}, {self._root(root)})")
+        call = self._call(f"broadcast({{}}, {self._root(root)})", tensor=tensor)
         where = self._topology
         goal = where.places[root]
         buffer = flat(tensor)
@@ -423,7 +434,7 @@ class Hierarchy(OneByOne):
 
     def _all_gather(self, deadline: Deadline, outputs: Sequence[Tensor], input: Tensor) -> None:
         sizes = [output.numel() for output in outputs]
-        # Every rank knows all shapes: they must agree on them.
+        # Every rank knows all sizes: they must agree on them.
         call = self._call(f"all_gather({dtype_name(input.dtype)})", sizes)
         where = self._topology
         parts = [flat(output) for output in outputs]
@@ -452,9 +463,7 @@ class Hierarchy(OneByOne):
         self, deadline: Deadline, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp
     ) -> None:
         sizes = [input.numel() for input in inputs]
-        call = self._call(
-            f"reduce_scatter({dtype_name(output.dtype)}, {op.name})", sizes, op.factor
-        )
+        call = self._call(f"reduce_scatter({dtype_name(output.dtype)}, {op.name})", sizes)
         where = self._topology
         parts: dict[int, Tensor] = {}
         sendings = []

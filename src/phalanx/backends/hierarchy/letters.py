@@ -18,10 +18,10 @@ from torch import Tensor
 from phalanx import bystanders
 from phalanx.backends.base import GroupBackend
 from phalanx.backends.engines import sites
+from phalanx.backends.engines.calls import dtype_name, shown
 from phalanx.backends.engines.frames import Frame
 from phalanx.backends.engines.mailbox import Failure, Pending, Receipt
 from phalanx.backends.engines.messages import MessageEngine
-from phalanx.backends.hierarchy.crossing import dtype_name, shown
 from phalanx.backends.hierarchy.topology import Topology
 from phalanx.backends.hierarchy.vigil import SLICE, Vigil
 from phalanx.errors import (

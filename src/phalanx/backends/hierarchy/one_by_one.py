@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from phalanx.backends.base import GroupBackend
-from phalanx.backends.engines.calls import Call
-from phalanx.backends.hierarchy.crossing import Crossing, dtype_name, flat, put
+from phalanx.backends.engines.calls import Call, dtype_name
+from phalanx.backends.hierarchy.crossing import Crossing, flat, put
 from phalanx.backends.hierarchy.topology import Topology
 from phalanx.backends.local import LocalBackend
 from phalanx.types import Deadline
@@ -28,25 +28,25 @@ class OneByOne(GroupBackend):
     _running: Call | None
 
     @abstractmethod
-    def _call(self, what: str, *agreed: object) -> Call: ...
+    def _call(self, what: str, *agreed: object, tensor: Tensor | None = None) -> Call: ...
 
     def _root(self, root: int) -> str:
         return f"root {self.global_ranks[root]}"
 
-    def _meet(self, deadline: Deadline, what: str) -> None:
-        self._call(what)
+    def _meet(self, deadline: Deadline, what: str, tensor: Tensor | None = None) -> None:
+        self._call(what, tensor=tensor)
         self.local.barrier(timeout=deadline.left())
 
     def _gather(
         self, deadline: Deadline, outputs: Sequence[Tensor] | None, input: Tensor, root: int
     ) -> None:
-        self._meet(deadline, f"gather({dtype_name(input.dtype)}, {self._root(root)})")
+        self._meet(deadline, f"gather({{}}, {self._root(root)})", input)
         super()._gather(deadline, outputs, input, root)
 
     def _scatter(
         self, deadline: Deadline, output: Tensor, inputs: Sequence[Tensor] | None, root: int
     ) -> None:
-        self._meet(deadline, f"scatter({dtype_name(output.dtype)}, {self._root(root)})")
+        self._meet(deadline, f"scatter({{}}, {self._root(root)})", output)
         super()._scatter(deadline, output, inputs, root)
 
     def _all_to_all(
