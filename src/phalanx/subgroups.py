@@ -41,6 +41,9 @@ def new_group(
     chosen = _checked(range(world.size) if ranks is None else ranks, world.size)
     if sort_ranks:
         chosen.sort()
+    # Looked at before the call counts, and on all ranks: they must go on counting alike.
+    config = world.default.config if backend is None else BackendConfig(backend)
+    limit = seconds(default_pg_timeout if timeout is None else timeout)
     if use_local_synchronization:
         if world.rank not in chosen:
             return None
@@ -57,8 +60,8 @@ def new_group(
     return world.add_group(
         name,
         chosen,
-        world.default.config if backend is None else BackendConfig(backend),
-        seconds(default_pg_timeout if timeout is None else timeout),
+        config,
+        limit,
         pg_options,
         group_desc or "undefined",
     )
@@ -139,6 +142,8 @@ def split_group(
     """
     world = here()
     parent = resolve(parent_pg)
+    config = parent.config if backend is None else BackendConfig(backend)
+    limit = seconds(default_pg_timeout if timeout is None else timeout)
     mine = next_split(parent, split_ranks)
     if mine is None:
         return None
@@ -146,8 +151,8 @@ def split_group(
     return world.add_group(
         name,
         [parent.ranks[rank] for rank in part],
-        parent.config if backend is None else BackendConfig(backend),
-        seconds(default_pg_timeout if timeout is None else timeout),
+        config,
+        limit,
         pg_options,
         group_desc or f"{parent.group_desc}:{name.rpartition('/')[2]}",
     )
