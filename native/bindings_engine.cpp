@@ -78,7 +78,7 @@ class Engine {
                               : Board::open(roster, members, ticket, rank, site_)),
         group_(board_, rank, name, timeout),
         mailbox_(std::make_shared<Mailbox>(board_, rank, name)),
-        lane_(std::make_shared<Lane>([board = board_, member = members[rank]](int by) {
+        lane_(std::make_shared<Lane>([board = board_, member = board_->world_rank(rank)](int by) {
           board->roster().change(member, &Member::lanes, by);
         })) {}
 
@@ -96,7 +96,7 @@ class Engine {
     board_->attend(group_.rank(), creator, site_, group_.timeout);
   }
   std::string describe(int rank) const {
-    std::string end = board_->obituary(rank, true);
+    std::string end = board_->obituary(board_->checked(rank), true);
     return end.empty() ? describe_absent(*board_, {&rank, 1}).substr(3) : end;  // "\n  rank ..."
   }
 
@@ -158,13 +158,13 @@ class Engine {
   }
   nb::object reduce(nb::handle tensor, int root, int reduce, double factor, double timeout,
                     bool async) {
-    auto [call, view] = about(Op::Reduce, tensor, root, reduce, factor);
+    auto [call, view] = about(Op::Reduce, tensor, board_->checked(root), reduce, factor);
     call.inputs.push_back(view);
     if (root == group_.rank()) call.outputs.push_back(std::move(view));
     return issue(std::move(call), timeout, async, tensor);
   }
   nb::object broadcast(nb::handle tensor, int root, double timeout, bool async) {
-    auto [call, view] = about(Op::Broadcast, tensor, root);
+    auto [call, view] = about(Op::Broadcast, tensor, board_->checked(root));
     (root == group_.rank() ? call.inputs : call.outputs).push_back(std::move(view));
     return issue(std::move(call), timeout, async, tensor);
   }
@@ -176,14 +176,14 @@ class Engine {
     return issue(std::move(call), timeout, async, outputs, input);
   }
   nb::object gather(nb::handle outputs, nb::handle input, int root, double timeout, bool async) {
-    auto [call, view] = about(Op::Gather, input, root);
+    auto [call, view] = about(Op::Gather, input, board_->checked(root));
     call.inputs.push_back(std::move(view));
     if (root == group_.rank()) call.outputs = views(outputs, call.dtype);
     for (View& output : call.outputs) expect(output, call.inputs[0]);
     return issue(std::move(call), timeout, async, outputs, input);
   }
   nb::object scatter(nb::handle output, nb::handle inputs, int root, double timeout, bool async) {
-    auto [call, view] = about(Op::Scatter, output, root);
+    auto [call, view] = about(Op::Scatter, output, board_->checked(root));
     call.outputs.push_back(std::move(view));
     if (root == group_.rank()) call.inputs = views(inputs, call.dtype);
     for (View& input : call.inputs) expect(input, call.outputs[0]);
@@ -231,16 +231,20 @@ class Engine {
   }
 
   nb::object send(nb::handle tensor, int to, int tag, double timeout, bool async) {
-    return deliver(Op::Send, tensor, to, tag, timeout, async);
+    return deliver(Op::Send, tensor, board_->checked(to), tag, timeout, async);
   }
   nb::object recv(nb::handle tensor, int from, int tag, double timeout, bool async) {
-    return deliver(Op::Recv, tensor, from, tag, timeout, async);
+    // -1: from any rank
+    return deliver(Op::Recv, tensor, from == -1 ? from : board_->checked(from), tag, timeout,
+                   async);
   }
 
  private:
   // The beginnings of a call: what its posting says, and the tensor that says it.
   static std::pair<Call, View> about(Op op, nb::handle tensor, int root, int reduce = 0,
                                      double factor = 1) {
+    if (reduce < 0 || reduce >= int(Reduce::Count))
+      throw Failure(Kind::Invalid, "unknown reduction " + std::to_string(reduce));
     Look look(tensor);
     std::pair<Call, View> result{Call{}, look.view()};
     Call& call = result.first;
@@ -554,7 +558,9 @@ void bind_engine(nb::module_& m) {
           nb::arg("rank"), nb::arg("timeout"), nb::call_guard<Unlocked>())
       .def(
           "count_threads",
-          [](const Roster& roster, int rank, int by) { roster.change(rank, &Member::threads, by); },
+          [](const Roster& roster, int rank, int by) {
+            roster.change(roster.checked(rank), &Member::threads, by);
+          },
           nb::arg("rank"), nb::arg("by"), "One thread more or less acts for a rank.")
       .def("leave", &Roster::leave, nb::arg("rank"))
       .def("fail", &Roster::fail, nb::arg("rank"), nb::arg("why"))

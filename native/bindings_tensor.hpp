@@ -85,9 +85,11 @@ struct Look {
       return;
     }
     dtype = from_dlpack(shown.dtype);
+    bool overflows = false;
     for (int i = shown.ndim - 1; i >= 0; --i) {
       if (shown.shape[i] != 1 && shown.strides && shown.strides[i] != int64_t(count)) dense = false;
-      count *= size_t(shown.shape[i]);
+      // An expanded tensor may have more elements than there are addresses.
+      overflows |= __builtin_mul_overflow(count, size_t(shown.shape[i]), &count);
     }
     if (count == 0) dense = true;
     bool complex = dtype == DType::C64 || dtype == DType::C128;
@@ -97,6 +99,8 @@ struct Look {
       fault = "elements of less than a byte cannot be exchanged; pass tensor.view(torch.uint8)";
     else if (dtype == DType::Count)
       fault = "elements of this type cannot be exchanged";
+    else if (overflows || count > SIZE_MAX / 2 / item_size(dtype))
+      fault = "the tensor has more bytes than there can be memory";
     else if (!shown.data && count > 0)
       fault = "the tensor has no memory";
     else if (complex && ask(tensor, torch().is_conj))

@@ -31,7 +31,7 @@ void bind_trace(nb::module_& m) {
   m.def(
       "trace_range",
       [](std::shared_ptr<Roster> roster, int rank, const std::string& name) {
-        auto file = trace::file_of(*roster, rank);
+        auto file = trace::file_of(*roster, roster->checked(rank));
         return file ? file->begin_range(name) : trace::Range();
       },
       nb::arg("roster"), nb::arg("rank"), nb::arg("name"), "Begin a named stretch of a rank.");

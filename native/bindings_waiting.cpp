@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 #include <sys/time.h>
 
+#include "bindings_posting.hpp"
 #include "bindings_site.hpp"
 #include "bindings_unlocked.hpp"
 #include "deadlock.hpp"
@@ -34,6 +35,16 @@ int count_threads() {
   return threads - nb::cast<int>(nb::handle(bystanders)());
 }
 
+// What another host has told.
+WaitFacts facts_of(const nb::bytes& told) {
+  WaitFacts facts;
+  if (told.size() == sizeof facts)
+    std::memcpy(static_cast<void*>(&facts), told.c_str(), sizeof facts);
+  if (told.size() != sizeof facts || !make_sound(facts))
+    throw Failure(Kind::Invalid, "these are not the facts of a wait");
+  return facts;
+}
+
 // A wait that is made in Python, for other ranks.
 class Waiting {
  public:
@@ -41,7 +52,7 @@ class Waiting {
           const std::string& what, const std::vector<int>& needs, double timeout,
           const std::string& kind, bool any)
       : roster_(std::move(roster)),
-        waiter_(std::in_place, *roster_, rank),
+        waiter_(std::in_place, *roster_, roster_->checked(rank)),
         group_(group),
         what_(what),
         needs_(needs),
@@ -49,6 +60,7 @@ class Waiting {
         kind_(kind),
         any_(any),
         started_ns_(now_ns()) {
+    for (int need : needs_) roster_->checked(need);
     char api[24];
     Sites::find(site_, api);
   }
@@ -62,6 +74,7 @@ class Waiting {
     facts.any = any_;
     facts.blocked = !ends_by_itself(timeout_, false);
     for (int rank : needs_) facts.needs.add(rank);
+    if (!waiter_) throw Failure(Kind::Invalid, "this wait has ended");
     Unlocked unlock;
     if (auto deadlock = waiter_->update(facts)) throw Failure(Kind::Deadlock, *deadlock);
   }
@@ -109,19 +122,18 @@ void bind_waiting(nb::module_& m) {
       nb::arg("roster"),
       "Return (rank, since, facts) of the waits of ranks of which all threads wait.");
   m.def(
+      "check_facts", [](const nb::bytes& facts) { facts_of(facts); }, nb::arg("facts"),
+      "Raise ValueError unless these are the facts of a wait, as `blocked_waits` gives them.");
+  m.def(
       "deadlock_among",
       [](int size, const nb::list& waits, const std::vector<int>& ended) {
         std::vector<std::pair<int, WaitFacts>> told;
         for (nb::handle each : waits) {
           auto rank = nb::cast<int>(each[0]);
-          auto facts = nb::cast<nb::bytes>(each[1]);
-          if (facts.size() != sizeof(WaitFacts) || rank < 0 || rank >= size)
-            throw Failure(Kind::Invalid, "these are not the facts of a wait");
-          std::memcpy(static_cast<void*>(&told.emplace_back(rank, WaitFacts{}).second),
-                      facts.c_str(), sizeof(WaitFacts));
+          told.emplace_back(rank, facts_of(nb::cast<nb::bytes>(each[1])));
         }
         Found found = deadlock_among(size, told, ended);
-        return nb::make_tuple(found.ranks, found.report);
+        return nb::make_tuple(found.ranks, as_str(found.report));
       },
       nb::arg("size"), nb::arg("waits"), nb::arg("ended"),
       "Return the ranks, if any, that wait for each other for ever, and the report of it.");

@@ -21,6 +21,16 @@ int32_t ahead(uint64_t word, uint64_t clock) {
   return int32_t(uint32_t(word >> 32) - uint32_t(clock));
 }
 
+void check_members(const Roster& roster, const std::vector<int>& members) {
+  if (members.empty()) throw Failure(Kind::Invalid, "a group has at least one rank");
+  std::vector<bool> seen(size_t(roster.size()));
+  for (int rank : members) {
+    if (seen[size_t(roster.checked(rank))])
+      throw Failure(Kind::Invalid, "a group has rank " + std::to_string(rank) + " twice");
+    seen[size_t(rank)] = true;
+  }
+}
+
 }  // namespace
 
 Board::Board(std::shared_ptr<Roster> roster, std::vector<int> members,
@@ -37,6 +47,7 @@ Board::Board(std::shared_ptr<Roster> roster, std::vector<int> members,
 
 std::shared_ptr<Board> Board::create(std::shared_ptr<Roster> roster, std::vector<int> members,
                                      const std::string& name, const std::string& site) {
+  check_members(*roster, members);
   BoardLayout layout(members.size());
   auto region = Region::create(layout.end, roster->threads(), Content::Board);
   auto& header = *reinterpret_cast<BoardHeader*>(region->data());
@@ -53,22 +64,34 @@ std::shared_ptr<Board> Board::create(std::shared_ptr<Roster> roster, std::vector
 
 std::shared_ptr<Board> Board::open(std::shared_ptr<Roster> roster, std::vector<int> members,
                                    const std::string& ticket, int rank, const std::string& site) {
-  auto region = Region::open(ticket);
+  check_members(*roster, members);
+  auto region = Region::open(ticket, Content::Board);
   auto& header = *reinterpret_cast<BoardHeader*>(region->data());
+  if (region->bytes() < sizeof header || header.size < 1 ||
+      header.size > uint32_t(roster->size()) || region->bytes() < BoardLayout(header.size).end)
+    throw Failure(Kind::Backend, "the ticket '" + ticket + "' stands for something damaged");
   auto* shown = reinterpret_cast<int32_t*>(region->data() + BoardLayout(header.size).members);
   std::vector<int> theirs(shown, shown + header.size);
+  check_members(*roster, theirs);
   std::shared_ptr<Board> board(new Board(std::move(roster), theirs, std::move(region)));
   if (theirs == members) return board;
   std::string text =
       "the making of group '" + board->name() + "' does not match across ranks\n  rank " +
       std::to_string(theirs[0]) + " makes it of " + rank_list(theirs) + "  " + header.site +
-      "\n  rank " + std::to_string(members[rank]) + " makes it of " + rank_list(members) + "  " +
-      site +
+      "\n  rank " + std::to_string(members.at(size_t(rank))) + " makes it of " +
+      rank_list(members) + "  " + site +
       "\nsome ranks have skipped a call: every rank of the world must call new_group "
       "in one order, also for groups that it is not in (or only the members, with "
       "use_local_synchronization=True)";
   board->break_up(Kind::Mismatch, text);
   throw Failure(Kind::Mismatch, text);
+}
+
+int Board::checked(int rank) const {
+  if (rank < 0 || rank >= size())
+    throw Failure(Kind::Invalid, "rank " + std::to_string(rank) + " is not in " + title() + " of " +
+                                     std::to_string(size()));
+  return rank;
 }
 
 std::string Board::title() const {

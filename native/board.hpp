@@ -37,6 +37,8 @@ class Board {
   bool threads() const { return roster_->threads(); }
   bool crowded() const { return crowded_; }  // more ranks than cores: never spin
   int world_rank(int rank) const { return members_[rank]; }
+  // The rank of the group, which came from Python. Throws unless it is one.
+  int checked(int rank) const;
   std::string world_ranks(std::span<const int> ranks) const;  // "ranks 1-3"
   Roster& roster() const { return *roster_; }
 
@@ -94,8 +96,8 @@ class Board {
   // Keep something that the others may still use until they have closed the group.
   void park(std::shared_ptr<void> lent) const { region_->park(std::move(lent)); }
   uint64_t share(const void* data, size_t bytes) const;  // 0 if the others cannot reach it
-  std::byte* reach(int rank, uint64_t shared) const {
-    return roster_->reach(members_[rank], shared);
+  std::byte* reach(int rank, uint64_t shared, uint64_t bytes) const {
+    return roster_->reach(members_[rank], shared, bytes);
   }
 
   void read(int rank, void* into, uint64_t address, size_t bytes) const {

@@ -6,6 +6,7 @@
 #include <set>
 #include <vector>
 
+#include "failure.hpp"
 #include "report.hpp"
 
 namespace phalanx {
@@ -69,7 +70,7 @@ class Search {
     for (const Wait& wait : member.waits) {
       if (!wait.taken.load(std::memory_order_acquire)) continue;
       BlockedWait found{int(number), const_cast<Wait*>(&wait), {}};
-      if (!wait.facts.read(found.facts) || !found.facts.blocked) return;
+      if (!wait.facts.read(found.facts) || !make_sound(found.facts) || !found.facts.blocked) return;
       ++(found.facts.lane ? lanes : threads);
       rank.waits.push_back(found);
     }
@@ -98,7 +99,7 @@ class Search {
         return false;
     return std::all_of(waits.begin(), waits.end(), [](const BlockedWait& seen) {
       WaitFacts now;
-      return seen.wait->taken && seen.wait->facts.read(now) && now.blocked &&
+      return seen.wait->taken && seen.wait->facts.read(now) && make_sound(now) && now.blocked &&
              now.since_ns == seen.facts.since_ns;
     });
   }
@@ -159,6 +160,14 @@ std::vector<BlockedWait> blocked_waits(const Roster& roster) {
 
 Found deadlock_among(int size, const std::vector<std::pair<int, WaitFacts>>& waits,
                      const std::vector<int>& ended) {
+  if (size < 0 || size > kMostRanks) return {};
+  auto check = [&](int rank) {
+    if (rank < 0 || rank >= size)
+      throw Failure(Kind::Invalid, "rank " + std::to_string(rank) + " is not in a world of " +
+                                       std::to_string(size));
+  };
+  for (int rank : ended) check(rank);
+  for (auto& [rank, facts] : waits) check(rank);
   // As a world of their own, in which nothing has happened since they were looked at.
   auto members = std::make_unique<Member[]>(size_t(size));
   for (int rank = 0; rank < size; ++rank) members[rank].presence = Presence::Here;

@@ -164,7 +164,8 @@ void Group::exchange(Passage& passage) {
       uint64_t offered = indexed ? posting.bytes : length;
       std::memcpy(view->data, inline_area(from, clock_, passage.sequence, offered) + start, length);
     } else if (theirs == Offer::Direct) {
-      phalanx::copy(view->data, board_->reach(from, indexed ? start : posting.data), length);
+      phalanx::copy(view->data, board_->reach(from, indexed ? start : posting.data, length),
+                    length);
     } else if (theirs == Offer::Remote) {
       board_->read(from, view->data, indexed ? start : posting.data, length);
     } else {

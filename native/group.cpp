@@ -28,7 +28,7 @@ uint64_t bytes_of(const Call& call) {
 Group::Group(std::shared_ptr<Board> board, int rank, std::string name, double timeout)
     : timeout(timeout),
       board_(std::move(board)),
-      rank_(rank),
+      rank_(board_->checked(rank)),
       name_(std::move(name)),
       tap_(*board_, rank),
       spin_{!board_->crowded()},
@@ -449,7 +449,8 @@ uint64_t Group::need_stage() {
 }
 
 std::byte* Group::stage(const Passage& passage, int rank, uint64_t turn) const {
-  return board_->reach(rank, board_->posting(rank, passage.sequence).stage) + place(turn);
+  return board_->reach(rank, board_->posting(rank, passage.sequence).stage, kTurns * chunk_) +
+         place(turn);
 }
 
 }  // namespace phalanx

@@ -174,6 +174,7 @@ Heap::~Heap() {
 }
 
 std::byte* Heap::allocate(size_t bytes, bool filled) {
+  if (bytes > address_.size) throw_full(bytes);
   uint64_t length = round_up(bytes ? bytes : 1, kPage);
   uint64_t unit = length >= kHuge ? kHuge : kPage;
   std::lock_guard lock(mutex_);
@@ -199,9 +200,15 @@ std::byte* Heap::allocate(size_t bytes, bool filled) {
 #endif
     return base_ + start;
   }
+  throw_full(bytes);
+}
+
+void Heap::throw_full(size_t bytes) const {
   throw Failure(Kind::Memory, "cannot allocate " + std::to_string(bytes) +
-                                  " bytes of shared memory: " + std::to_string(address_.size) +
-                                  " bytes are reserved and none is free" + AddressSpace().advice());
+                                  " bytes of shared memory: of the " +
+                                  std::to_string(address_.size) +
+                                  " bytes that are reserved, so many are not free in one piece" +
+                                  AddressSpace().advice());
 }
 
 void Heap::release(std::byte* block) {
@@ -228,7 +235,7 @@ void Heap::release(std::byte* block) {
 
 bool Heap::contains(const void* data, size_t bytes) const {
   auto* at = static_cast<const std::byte*>(data);
-  return at >= base_ && at + bytes <= base_ + address_.size;
+  return at >= base_ && at <= base_ + address_.size && bytes <= size_t(base_ + address_.size - at);
 }
 
 size_t Heap::used() const {
@@ -257,7 +264,8 @@ std::shared_ptr<HeapView> HeapView::open(const HeapAddress& address, bool show) 
                            : " (ranks on one machine must run as one user in one pid namespace)"));
   struct stat info{};
   void* base = MAP_FAILED;
-  if (::fstat(fd, &info) == 0 && uint64_t(info.st_size) == address.size) {
+  if (::fstat(fd, &info) == 0 && uint64_t(info.st_size) == address.size &&
+      address.size >= sizeof(HeapHeader)) {
     base = ::mmap(nullptr, address.size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
     if (base == MAP_FAILED) {
       std::string why = errno_text();
@@ -281,6 +289,16 @@ std::shared_ptr<HeapView> HeapView::open(const HeapAddress& address, bool show) 
   std::erase_if(views, [](auto& entry) { return entry.second.expired(); });
   views[{address.pid, address.nonce}] = view;
   return view;
+}
+
+std::byte* HeapView::at(uint64_t offset, uint64_t bytes) const {
+  if (offset > size_ || bytes > size_ - offset)
+    throw Failure(Kind::Backend, std::to_string(bytes) + " bytes at " + std::to_string(offset) +
+                                     " are not within the " + std::to_string(size_) +
+                                     " bytes of shared memory of process " +
+                                     std::to_string(header().address.pid) +
+                                     ": what it told of them is damaged");
+  return base_ + offset;
 }
 
 HeapView::~HeapView() {

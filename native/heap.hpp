@@ -71,6 +71,7 @@ class Heap {
  private:
   explicit Heap(int ranks);
   explicit Heap(std::nullptr_t);  // that holds nothing yet
+  [[noreturn]] void throw_full(size_t bytes) const;
   std::byte* base_ = nullptr;
   HeapAddress address_;
   mutable std::mutex mutex_;
@@ -86,7 +87,8 @@ class HeapView {
   static std::shared_ptr<HeapView> open(const HeapAddress& address, bool show = false);
   ~HeapView();
   HeapView(const HeapView&) = delete;
-  std::byte* at(uint64_t offset) const { return base_ + offset; }
+  // Something at an offset that its owner has told. Throws unless it lies within the heap.
+  std::byte* at(uint64_t offset, uint64_t bytes) const;
   HeapHeader& header() const { return *reinterpret_cast<HeapHeader*>(base_); }
 
  private:

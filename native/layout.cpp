@@ -12,6 +12,32 @@ uint64_t mix(uint64_t hash, uint64_t value) {
   return hash ^ (hash >> 32);
 }
 
+namespace {
+
+template <size_t size>
+void terminate(char (&text)[size]) {
+  text[size - 1] = 0;
+}
+
+}  // namespace
+
+bool make_sound(Posting& posting) {
+  terminate(posting.site);
+  terminate(posting.api);
+  terminate(posting.whole);
+  return posting.op <= Op::Recv && posting.dtype < DType::Count && posting.reduce < Reduce::Count &&
+         posting.ndim <= std::size(posting.shape) && posting.progress <= Progress::Failed;
+}
+
+bool make_sound(WaitFacts& facts) {
+  for (bool* flag : {&facts.blocked, &facts.lane, &facts.own, &facts.making, &facts.any})
+    *flag = is_set(*flag);
+  terminate(facts.group);
+  terminate(facts.what);
+  terminate(facts.site);
+  return facts.op <= Op::Recv;
+}
+
 const char* name(Op op) {
   static constexpr const char* names[] = {"barrier",    "broadcast", "all_reduce", "reduce",
                                           "all_gather", "gather",    "scatter",    "reduce_scatter",

@@ -268,9 +268,11 @@ class RankSet {
  public:
   // Ranks beyond the most are not kept: nobody searches worlds that have them.
   void add(int rank) {
-    if (rank < kMostRanks) words_[rank / 64] |= uint64_t(1) << rank % 64;
+    if (rank >= 0 && rank < kMostRanks) words_[rank / 64] |= uint64_t(1) << rank % 64;
   }
-  bool has(int rank) const { return rank < kMostRanks && (words_[rank / 64] >> rank % 64 & 1); }
+  bool has(int rank) const {
+    return rank >= 0 && rank < kMostRanks && (words_[rank / 64] >> rank % 64 & 1);
+  }
 
  private:
   uint64_t words_[kMostRanks / 64] = {};
@@ -354,7 +356,7 @@ struct RosterHeader {
 
 // Tells apart builds that lay out differently what is described here.
 constexpr uint64_t kLayout = [] {
-  uint64_t hash = 1;  // to be raised when something changes its meaning and not its size
+  uint64_t hash = 2;  // to be raised when something changes its meaning and not its size
   for (uint64_t size :
        {sizeof(HeapHeader), sizeof(RosterHeader), sizeof(Member), offsetof(Member, waits),
         sizeof(Wait), sizeof(WaitFacts), sizeof(BoardHeader), sizeof(Seat), sizeof(Line),
@@ -364,6 +366,17 @@ constexpr uint64_t kLayout = [] {
 }();
 
 uint64_t mix(uint64_t hash, uint64_t value);
+
+// What was read from another process, or told by another host, may be anything: end its texts, make
+// its flags truth values; false if it is nonsense all the same.
+bool make_sound(Posting& posting);
+bool make_sound(WaitFacts& facts);
+// What is no truth value must not be read as one.
+template <class Flag>
+bool is_set(const Flag& flag) {
+  static_assert(sizeof flag == 1);
+  return *reinterpret_cast<const unsigned char*>(&flag) != 0;
+}
 
 // What a seat remembers, oldest first. Another rank's seat may be written meanwhile, so each
 // posting is copied, and left out if it is not what its place says.

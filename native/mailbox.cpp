@@ -23,7 +23,7 @@ struct Attendance {
 
 Mailbox::Mailbox(std::shared_ptr<Board> board, int rank, std::string group)
     : board_(std::move(board)),
-      rank_(rank),
+      rank_(board_->checked(rank)),
       group_(std::move(group)),
       tap_(*board_, rank),
       spin_(!board_->crowded()),
@@ -215,6 +215,14 @@ bool Mailbox::fail(Delivery& delivery, Kind kind, const std::string& why) {
 }
 
 void Mailbox::progress() {
+  try {
+    advance();
+  } catch (const Failure& failure) {
+    board_->break_up(failure.kind, failure.what());
+  }
+}
+
+void Mailbox::advance() {
   for (int peer = 0; peer < board_->size(); ++peer) collect(peer);
   for (auto& box : outbox_) {
     while (!box.empty()) {

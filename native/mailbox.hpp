@@ -104,7 +104,9 @@ class Mailbox {
   };
   using Deliveries = std::list<std::shared_ptr<Delivery>>;
 
-  void progress();  // all that can move without waiting
+  void progress();  // all that can move without waiting; what others have damaged breaks the group
+  void advance();
+  Pipe* pipe_of(int from, uint64_t address) const;
   bool launch(const std::shared_ptr<Delivery>& delivery);
   void pump_out(Delivery& delivery);
   void pump_in(Delivery& delivery);

@@ -151,18 +151,31 @@ void Mailbox::pump_in(Delivery& delivery) {
     board_->seat(delivery.source).mail.ring();
   };
   if (pipe.direct) {
-    phalanx::copy(delivery.data, board_->reach(delivery.source, pipe.direct), bytes);
+    phalanx::copy(delivery.data, board_->reach(delivery.source, pipe.direct, bytes), bytes);
     advance(bytes);
   }
   while (drained < bytes) {
     uint64_t filled = pipe.filled.load(std::memory_order_acquire);
     if (drained == filled) break;
     size_t at = drained % capacity;
-    size_t length = std::min({kGulp, size_t(filled - drained), size_t(capacity - at)});
+    size_t length =
+        std::min({kGulp, size_t(filled - drained), size_t(bytes - drained), size_t(capacity - at)});
     std::memcpy(delivery.data + drained, pipe.data + at, length);
     advance(length);
   }
   if (drained == bytes) finish(delivery);
+}
+
+// A pipe of another rank, which has told where it is.
+Pipe* Mailbox::pipe_of(int from, uint64_t address) const {
+  auto* pipe = reinterpret_cast<Pipe*>(board_->reach(from, address, sizeof(Pipe)));
+  const uint64_t capacity = pipe->capacity;
+  if (std::none_of(kPipeSizes.begin(), kPipeSizes.end(),
+                   [&](size_t size) { return size - sizeof(Pipe) == capacity; }))
+    throw Failure(Kind::Backend, "what rank " + std::to_string(board_->world_rank(from)) +
+                                     " sent is damaged: there is no such pipe");
+  board_->reach(from, address, sizeof(Pipe) + capacity);
+  return pipe;
 }
 
 // Take what has arrived from one rank out of its cells.
@@ -172,7 +185,13 @@ void Mailbox::collect(int from) {
     Cell& cell = board_->cells(from, rank_)[number % kCells];
     if (cell.turn.load(std::memory_order_acquire) != uint32_t(number / kCells * 2 + 1)) return;
     Letter letter{from, cell.tag, cell.dtype, cell.count, nullptr, nullptr};
-    if (cell.piped) letter.pipe = reinterpret_cast<Pipe*>(board_->reach(from, cell.pipe));
+    if (cell.piped) {
+      letter.pipe = pipe_of(from, cell.pipe);
+    } else if (letter.dtype >= DType::Count ||
+               letter.count > sizeof cell.payload / item_size(letter.dtype)) {
+      throw Failure(Kind::Backend, "what rank " + std::to_string(board_->world_rank(from)) +
+                                       " sent is damaged: it does not fit where it is");
+    }
     auto recv = std::find_if(asked_.begin(), asked_.end(), [&](auto& open) {
       return (open->peer < 0 || open->peer == from) && open->tag == letter.tag;
     });

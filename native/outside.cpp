@@ -81,41 +81,13 @@ class Copy {
 };
 
 template <size_t size>
-void terminate(char (&text)[size]) {
-  text[size - 1] = 0;
-}
-
-template <size_t size>
 std::string text_of(const char (&text)[size], size_t length = size) {
   return {text, ::strnlen(text, std::min(length, size))};
 }
 
-// What is no truth value must not be read as one.
-template <class Flag>
-bool is_set(const Flag& flag) {
-  static_assert(sizeof flag == 1);
-  return *reinterpret_cast<const unsigned char*>(&flag) != 0;
-}
-
-bool make_sound(Posting& posting) {
-  terminate(posting.site);
-  terminate(posting.api);
-  return posting.op <= Op::Recv && posting.dtype < DType::Count && posting.reduce < Reduce::Count &&
-         posting.ndim <= std::size(posting.shape) && posting.progress <= Progress::Failed;
-}
-
-bool make_sound(WaitFacts& facts) {
-  for (bool* flag : {&facts.blocked, &facts.lane, &facts.own, &facts.making, &facts.any})
-    *flag = is_set(*flag);
-  terminate(facts.group);
-  terminate(facts.what);
-  terminate(facts.site);
-  return facts.op <= Op::Recv;
-}
-
 MemberSeen see(const Member& member) {
   MemberSeen seen{member.presence,
-                  member.remote,
+                  is_set(member.remote),
                   member.heap,
                   member.thread,
                   member.signal,
@@ -138,7 +110,6 @@ std::string deadlock_in(const Copy<Member>& first, const Copy<Member>& second, s
                            return a.rank == b.rank && a.facts.since_ns == b.facts.since_ns;
                          });
   if (after.empty() || !same) return "";
-  for (auto& found : after) make_sound(found.facts);
   return deadlock_report(size, after);
 }
 

@@ -146,15 +146,16 @@ void Group::reduce_direct(Passage& passage) {
   Call& call = passage.call;
   View mine = piece(call, passage.item, rank_);
   size_t begin = call.op == Op::ReduceScatter ? 0 : mine.data - call.inputs[0].data;
+  const size_t bytes = mine.count * passage.item;
   std::vector<void*> results;
   for (int rank = 0; rank < size(); ++rank) {
     const Posting& posting = board_->posting(rank, passage.sequence);
     combine_.factors[rank] = posting.factor;
     if (call.op == Op::ReduceScatter) {
       combine_.sources[rank] =
-          board_->reach(rank, board_->parcel(rank, rank_, passage.sequence).data);
+          board_->reach(rank, board_->parcel(rank, rank_, passage.sequence).data, bytes);
     } else {
-      std::byte* data = board_->reach(rank, posting.data) + begin;
+      std::byte* data = board_->reach(rank, posting.data, begin + bytes) + begin;
       combine_.sources[rank] = data;
       if (call.op == Op::AllReduce || rank == call.root) results.push_back(data);
     }
@@ -224,7 +225,8 @@ void Group::reduce_staged(Passage& passage, bool filled) {
   std::vector<std::byte*> stages(p);
   for (int rank = 0; rank < p; ++rank) {
     combine_.factors[rank] = board_->posting(rank, passage.sequence).factor;
-    stages[rank] = board_->reach(rank, board_->posting(rank, passage.sequence).stage);
+    stages[rank] =
+        board_->reach(rank, board_->posting(rank, passage.sequence).stage, kTurns * chunk_);
   }
 
   for (uint32_t step = filled ? 1 : 0; step <= last; ++step) {

@@ -4,10 +4,11 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <charconv>
 #include <list>
 #include <map>
 #include <mutex>
-#include <sstream>
+#include <string_view>
 
 #include "failure.hpp"
 
@@ -48,7 +49,51 @@ Registry& registry() {
   return instance;
 }
 
+constexpr std::string_view kThreads = "threads", kProcesses = "processes";
+
+// The next of the numbers that a text consists of, each after one space.
+template <class Number>
+bool take(std::string_view& text, Number& number) {
+  if (text.empty() || text[0] != ' ') return false;
+  const auto [end, error] = std::from_chars(text.data() + 1, text.data() + text.size(), number);
+  if (error != std::errc()) return false;
+  text.remove_prefix(size_t(end - text.data()));
+  return true;
+}
+
 }  // namespace
+
+std::string Ticket::text() const {
+  std::string text(threads ? kThreads : kProcesses);
+  auto add = [&](auto number) { text += ' ' + std::to_string(number); };
+  add(id);
+  if (threads) return text;
+  add(heap.pid);
+  add(heap.fd);
+  add(heap.nonce);
+  add(heap.size);
+  add(offset);
+  return text;
+}
+
+Ticket Ticket::parse(const std::string& text) {
+  Ticket ticket;
+  std::string_view rest = text;
+  ticket.threads = rest.starts_with(kThreads);
+  rest.remove_prefix(ticket.threads                 ? kThreads.size()
+                     : rest.starts_with(kProcesses) ? kProcesses.size()
+                                                    : 0);
+  HeapAddress& heap = ticket.heap;
+  const bool whole =
+      take(rest, ticket.id) &&
+      (ticket.threads || (take(rest, heap.pid) && take(rest, heap.fd) && take(rest, heap.nonce) &&
+                          take(rest, heap.size) && take(rest, ticket.offset))) &&
+      ticket.text() == text;
+  // A region starts at a page.
+  if (!whole || ticket.offset % kRegionHead || (!ticket.threads && (heap.pid <= 0 || heap.fd < 0)))
+    throw Failure(Kind::Backend, "not a region's ticket: '" + text + "'");
+  return ticket;
+}
 
 std::shared_ptr<Region> Region::create(size_t bytes, bool threads, Content content) {
   std::shared_ptr<Region> region(new Region);
@@ -60,52 +105,46 @@ std::shared_ptr<Region> Region::create(size_t bytes, bool threads, Content conte
   registry().sweep();
   auto heap = Heap::mine();
   const uint64_t offset = heap->offset(region->block_.data());
-  std::ostringstream ticket;
-  if (threads) {
-    registry().threads[region->id_] = region->block_;
-    ticket << "threads " << region->id_;
-  } else {
-    const HeapAddress& address = heap->address();
-    ticket << "processes " << region->id_ << ' ' << address.pid << ' ' << address.fd << ' '
-           << address.nonce << ' ' << address.size << ' ' << offset;
-  }
-  region->ticket_ = ticket.str();
+  Ticket ticket{threads, region->id_, threads ? HeapAddress{} : heap->address(),
+                threads ? 0 : offset};
+  if (threads) registry().threads[region->id_] = region->block_;
+  region->ticket_ = ticket.text();
   region->base_ = region->block_.data();
   head(region->base_).users = 1;
+  head(region->base_).bytes = bytes;
+  head(region->base_).content = content;
   head(region->base_).place =
       heap->header().list(region->id_, content, offset, kRegionHead + bytes);
   head(region->base_).id = region->id_;
   return region;
 }
 
-std::shared_ptr<Region> Region::open(const std::string& ticket) {
+std::shared_ptr<Region> Region::open(const std::string& text, Content content) {
+  const Ticket ticket = Ticket::parse(text);
   std::shared_ptr<Region> region(new Region);
-  std::istringstream fields(ticket);
-  std::string kind;
-  fields >> kind >> region->id_;
+  region->id_ = ticket.id;
+  region->threads_ = ticket.threads;
   std::byte* base = nullptr;
-  if (kind == "threads") {
+  if (ticket.threads) {
     std::lock_guard lock(registry().mutex);
     auto found = registry().threads.find(region->id_);
-    region->threads_ = true;
     if (found != registry().threads.end()) region->block_ = found->second;
     base = region->block_.data();
   } else {
-    HeapAddress heap;
-    uint64_t offset = 0;
-    fields >> heap.pid >> heap.fd >> heap.nonce >> heap.size >> offset;
-    if (kind != "processes" || !fields)
-      throw Failure(Kind::Backend, "not a region's ticket: '" + ticket + "'");
-    region->view_ = HeapView::open(heap, true);
-    base = region->view_->at(offset);
+    region->view_ = HeapView::open(ticket.heap, true);
+    base = region->view_->at(ticket.offset, kRegionHead);
   }
   // Counted in only while somebody has it open: a region that has ended is not brought back.
   uint32_t users = base && head(base).id == region->id_ ? head(base).users.load() : 0;
   while (users > 0 && !head(base).users.compare_exchange_weak(users, users + 1)) continue;
   if (users == 0)
-    throw Failure(Kind::Backend, "what the ticket '" + ticket + "' stood for has ended");
+    throw Failure(Kind::Backend, "what the ticket '" + text + "' stood for has ended");
   region->base_ = base;
-  region->ticket_ = ticket;
+  region->ticket_ = text;
+  // From here on the region's destructor counts this rank out again.
+  if (head(base).content != content)
+    throw Failure(Kind::Backend, "the ticket '" + text + "' stands for something else");
+  if (region->view_) region->view_->at(ticket.offset + kRegionHead, head(base).bytes);
   return region;
 }
 
@@ -130,5 +169,6 @@ void Region::park(std::shared_ptr<void> lent) {
 }
 
 std::byte* Region::data() const { return base_ + kRegionHead; }
+uint64_t Region::bytes() const { return head(base_).bytes; }
 
 }  // namespace phalanx

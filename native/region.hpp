@@ -20,18 +20,33 @@ struct RegionHead {
   std::atomic<uint64_t> id;
   std::atomic<uint32_t> users;
   uint32_t place;  // in the heap's directory
+  uint64_t bytes;  // of what follows this head
+  Content content;
 };
 constexpr size_t kRegionHead = 64;
 static_assert(sizeof(RegionHead) <= kRegionHead && std::is_standard_layout_v<RegionHead>);
 
+// What a ticket says.
+struct Ticket {
+  bool threads = false;
+  uint64_t id = 0;
+  HeapAddress heap = {};  // of its creator; not if ranks are threads
+  uint64_t offset = 0;    // of the region there
+  std::string text() const;
+  // Throws unless this is, to the letter, what text() gave.
+  static Ticket parse(const std::string& text);
+};
+
 class Region {
  public:
   static std::shared_ptr<Region> create(size_t bytes, bool threads, Content content);
-  static std::shared_ptr<Region> open(const std::string& ticket);
+  // Throws if it is not a region of this kind.
+  static std::shared_ptr<Region> open(const std::string& ticket, Content content);
   ~Region();
   Region(const Region&) = delete;
 
   std::byte* data() const;
+  uint64_t bytes() const;  // of data
   bool threads() const { return threads_; }
   uint64_t id() const { return id_; }
   const std::string& ticket() const { return ticket_; }

@@ -185,7 +185,7 @@ std::string rank_list(std::span<const int> ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (size_t i = 0; i < ranks.size();) {
     size_t end = i;
-    while (end + 1 < ranks.size() && ranks[end + 1] == ranks[end] + 1) ++end;
+    while (end + 1 < ranks.size() && int64_t{ranks[end + 1]} == int64_t{ranks[end]} + 1) ++end;
     text += (i ? ", " : "") + std::to_string(ranks[i]);
     if (end > i) text += (end == i + 1 ? ", " : "-") + std::to_string(ranks[end]);
     i = end + 1;

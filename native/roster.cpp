@@ -40,7 +40,16 @@ Roster::~Roster() {
 
 int Roster::size() const { return int(header().size); }
 
+int Roster::checked(int rank) const {
+  if (rank < 0 || rank >= size())
+    throw Failure(Kind::Invalid, "rank " + std::to_string(rank) + " is not in a world of " +
+                                     std::to_string(size()));
+  return rank;
+}
+
 std::shared_ptr<Roster> Roster::create(int size, bool threads, int near) {
+  if (size < 1)
+    throw Failure(Kind::Invalid, "a world has at least 1 rank, not " + std::to_string(size));
   if (!threads) Heap::mine(near ? near : size);
   auto region =
       Region::create(sizeof(RosterHeader) + size * sizeof(Member), threads, Content::Roster);
@@ -52,14 +61,16 @@ std::shared_ptr<Roster> Roster::create(int size, bool threads, int near) {
 }
 
 std::shared_ptr<Roster> Roster::open(const std::string& ticket) {
-  return std::shared_ptr<Roster>(new Roster(Region::open(ticket)));
+  auto region = Region::open(ticket, Content::Roster);
+  const uint64_t room = region->bytes() - std::min(region->bytes(), sizeof(RosterHeader));
+  std::shared_ptr<Roster> roster(new Roster(std::move(region)));
+  if (roster->size() < 1 || room / sizeof(Member) < uint64_t(roster->size()))
+    throw Failure(Kind::Backend, "the ticket '" + ticket + "' stands for something damaged");
+  return roster;
 }
 
 void Roster::join(int rank, Deadline deadline) {
-  if (rank < 0 || rank >= size())
-    throw Failure(Kind::Invalid, "rank " + std::to_string(rank) + " is not in a world of " +
-                                     std::to_string(size()));
-  Member& me = member(rank);
+  Member& me = member(checked(rank));
   auto expected = Presence::Absent;
   if (!me.presence.compare_exchange_strong(expected, Presence::Joining))
     throw Failure(Kind::Backend, "rank " + std::to_string(rank) + " was claimed twice: by " +
@@ -123,7 +134,7 @@ void Roster::join(int rank, Deadline deadline) {
 }
 
 void Roster::place(int rank, const std::string& host, int pid) {
-  Member& peer = member(rank);
+  Member& peer = member(checked(rank));
   peer.remote = true;
   peer.heap.pid = pid;
   host.copy(peer.host, sizeof peer.host - 1);
@@ -175,13 +186,13 @@ void Roster::changed(int rank) const {
 
 void Roster::leave(int rank) {
   auto here = Presence::Here;
-  if (member(rank).presence == here) member(rank).ended_ns = now_ns();
+  if (member(checked(rank)).presence == here) member(rank).ended_ns = now_ns();
   member(rank).presence.compare_exchange_strong(here, Presence::Left);
   header().bell.ring();
 }
 
 void Roster::fail(int rank, const std::string& why) {
-  Member& me = member(rank);
+  Member& me = member(checked(rank));
   if (me.presence == Presence::Failed) return;
   // The end of a traceback says what happened.
   size_t length = std::min(why.size(), sizeof me.why);
@@ -242,10 +253,11 @@ std::string Roster::exit_code(int rank) const {
 }
 
 std::string Roster::obituary(int rank, bool ask_system) const {
-  const Member& peer = member(rank);
+  const Member& peer = member(checked(rank));
   switch (peer.presence.load(std::memory_order_acquire)) {
     case Presence::Failed:
-      return title(rank) + " " + std::string(peer.why, peer.why_length);
+      return title(rank) + " " +
+             std::string(peer.why, std::min<size_t>(peer.why_length, sizeof peer.why));
     case Presence::Left:
       if (is_ending(rank)) return "";
       return title(rank) + " has ended" + exit_code(rank) + " and will not come";
@@ -259,6 +271,7 @@ std::string Roster::obituary(int rank, bool ask_system) const {
 }
 
 void Roster::note(int rank, const std::string& text) {
+  checked(rank);
   Note note{};
   size_t start = text.size() - std::min(text.size(), sizeof note.text);
   while (start > 0 && start < text.size() && (text[start] & 0xC0) == 0x80)
@@ -274,13 +287,16 @@ std::vector<std::string> Roster::notes() const {
     Note note;
     bool whole = false;
     for (int attempt = 0; attempt < 100 && !whole; ++attempt) whole = member(rank).note.read(note);
-    texts.emplace_back(note.text, whole ? note.length : 0);
+    texts.emplace_back(note.text, whole ? std::min<size_t>(note.length, sizeof note.text) : 0);
   }
   return texts;
 }
 
-std::byte* Roster::reach(int rank, uint64_t offset) const {
-  return threads() ? reinterpret_cast<std::byte*>(offset) : heaps_[rank]->at(offset);
+std::byte* Roster::reach(int rank, uint64_t offset, uint64_t bytes) const {
+  if (threads()) return reinterpret_cast<std::byte*>(offset);
+  if (!heaps_[rank])
+    throw Failure(Kind::Backend, title(rank) + " is on another host: its memory is not shared");
+  return heaps_[rank]->at(offset, bytes);
 }
 
 }  // namespace phalanx

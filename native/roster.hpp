@@ -23,6 +23,8 @@ class Roster {
   const std::string& ticket() const { return region_->ticket(); }
   uint64_t id() const { return region_->id(); }
   int size() const;
+  // The rank, which came from outside of this process or from Python. Throws unless it is one.
+  int checked(int rank) const;
   bool threads() const { return region_->threads(); }
   void join(int rank, Deadline deadline);
   // Say that a rank is on another host. Before anybody joins.
@@ -46,8 +48,8 @@ class Roster {
   void note(int rank, const std::string& text);
   std::vector<std::string> notes() const;  // of all ranks; "" where there is none
 
-  // Address of something in the heap of a rank.
-  std::byte* reach(int rank, uint64_t offset) const;
+  // Address of something in the heap of a rank, at an offset that the rank has told.
+  std::byte* reach(int rank, uint64_t offset, uint64_t bytes) const;
 
   // Cores that these ranks may use between them; each may be bound to some.
   int cores(const std::vector<int>& ranks) const;

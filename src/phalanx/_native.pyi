@@ -163,6 +163,7 @@ class Roster:
 def blocked_waits(roster: Roster) -> list[tuple[int, int, bytes]]:
     """Return (rank, since, facts) of the waits of ranks of which all threads wait."""
 
+def check_facts(facts: bytes) -> None: ...
 def deadlock_among(
     size: int, waits: list[tuple[int, bytes]], ended: Sequence[int]
 ) -> tuple[list[int], str]:

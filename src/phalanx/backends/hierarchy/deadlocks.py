@@ -12,11 +12,14 @@ import base64
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from phalanx import _native
+from phalanx import _native, logs
+from phalanx.backends.hierarchy import entries
 from phalanx.backends.hierarchy.heart import StoreError
 from phalanx.stores.base import Store
+
+_log = logs.area("hosts")
 
 _STILL = 1.5  # seconds for which nothing may have changed
 
@@ -47,6 +50,7 @@ class DeadlockSearch:
         self._size = sum(map(len, members.values()))
         self._number = 0
         self._said = False
+        self._malformed: set[str] = set()  # hosts whose reports cannot be read
         self._suspect: tuple[float, dict[str, int], list[tuple[int, int]]] | None = None
         self._say([])
 
@@ -96,12 +100,21 @@ class DeadlockSearch:
         keys = [f"stuck/{label}" for label in self._members]
         if not self._store.check(keys):
             return {}
-        told = map(json.loads, self._store.multi_get(keys))
-        return {
-            label: _Report(number, [_wait(*each) for each in waits])
-            for label, (number, waits) in zip(self._members, told, strict=True)
-        }
+        reports = {}
+        for label, data in zip(self._members, self._store.multi_get(keys), strict=True):
+            try:
+                reports[label] = _Report(*entries.waits_of_host(data, self._size))
+            except entries.Malformed as error:
+                self._say_malformed(label, error)
+                return {}  # what the others say is not enough to judge by
+        return reports
 
-
-def _wait(rank: int, since: int, facts: Any) -> tuple[int, int, bytes]:
-    return rank, since, base64.b64decode(facts)
+    def _say_malformed(self, label: str, error: entries.Malformed) -> None:
+        if label not in self._malformed:
+            self._malformed.add(label)
+            _log.warning(
+                "what is in the store at 'stuck/%s' is malformed, so that no deadlock with ranks "
+                "of other hosts can be found: %s",
+                label,
+                str(error)[:400],
+            )

@@ -16,14 +16,16 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from phalanx import _native, errors
-from phalanx.backends.hierarchy import heart
+from phalanx import _native, logs
+from phalanx.backends.hierarchy import entries, heart
 from phalanx.backends.hierarchy.deadlocks import DeadlockSearch
 from phalanx.backends.hierarchy.heart import StoreError
 from phalanx.backends.hierarchy.hosts import Host
 from phalanx.backends.hierarchy.patrol import Patrol
 from phalanx.errors import DistBackendError, DistTimeout, PeerFailed
 from phalanx.stores.base import Store
+
+_log = logs.area("hosts")
 
 _LOOK = 0.4  # seconds between two looks of the warden
 _DEAD = 3.2  # without a sign of life
@@ -209,11 +211,15 @@ class Warden:
         return told
 
     def _answers(self, keys: Mapping[int, str]) -> dict[int, Account]:
-        return {
-            rank: Account(*json.loads(self._store.get(key)))
-            for rank, key in keys.items()
-            if self._store.check([key])
-        }
+        answers = {}
+        for rank, key in keys.items():
+            if self._store.check([key]):
+                try:
+                    answers[rank] = Account(*entries.account(self._store.get(key)))
+                except entries.Malformed as error:
+                    self._skip(key, error)
+                    answers[rank] = Account(0, "")
+        return answers
 
     def tell(self, rank: int, told: Mapping[int, Account]) -> str:
         """Put into words what a rank has said of itself."""
@@ -235,28 +241,40 @@ class Warden:
             self._heed(number, entry)
 
     def _entry(self, key: str) -> dict[str, Any]:
-        """Return an entry of the log; nothing if who was about to write it has died over it."""
+        """Return an entry of the log.
+
+        Nothing if who was about to write it has died over it, or what was written is malformed.
+        """
         try:
-            entry: dict[str, Any] = json.loads(self._store.get(key))
+            return entries.log_entry(self._store.get(key), self._size)
         except StoreError:
             if self._store.check([key]):
                 raise
-            return {"kind": ""}
-        return entry
+        except entries.Malformed as error:
+            self._skip(key, error)
+        return {"kind": ""}
+
+    def _skip(self, key: str, error: entries.Malformed) -> None:
+        _log.warning(
+            "what is in the store at '%s' is malformed and is skipped: %s; who wrote it is no rank "
+            "of this job, or runs another version of phalanx",
+            key,
+            str(error)[:400],
+            extra={"rank": self.rank},
+        )
 
     def _heed(self, number: int, entry: dict[str, Any]) -> None:
         if entry["kind"] == "ended" and entry["rank"] not in self._members[self._mine]:
             self.roster.fail(entry["rank"], entry["text"])
         elif entry["kind"] == "broken":
-            kind = getattr(errors, entry["error"], DistBackendError)
-            told = Break(entry["number"], kind, entry["text"])
+            told = Break(entry["number"], entry["error"], entry["text"])
             known = self._broken.setdefault(entry["group"], told)
             if told.number < known.number:
                 self._broken[entry["group"]] = told
         elif entry["kind"] == "deadlock":
             # Those that still wait as they did when it was found.
             now = {(rank, since) for rank, since, _ in _native.blocked_waits(self.roster)}
-            told_ranks = {rank for rank, since in entry["waits"] if (rank, since) in now}
+            told_ranks = {rank for rank, _ in now.intersection(entry["waits"])}
             _native.sentence(self.roster, sorted(told_ranks), entry["text"])
         elif entry["kind"] == "left":
             self._left.setdefault(entry["group"], set()).add(entry["rank"])
