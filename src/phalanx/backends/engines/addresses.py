@@ -14,6 +14,7 @@ from phalanx.backends.registry import BackendOptions
 from phalanx.errors import DistError, DistNetworkError, DistTimeout, PeerFailed, StoreTimeout
 from phalanx.stores import TCPStore
 from phalanx.stores.addresses import (
+    address_of,
     host_address,
     interface_address,
     is_loopback,
@@ -93,9 +94,11 @@ def exchanged(options: BackendOptions) -> Iterator[str]:
             for peer, why in failures.items()
         ]
         store.set(f"unreachable/{rank}", "".join(lines))
-        is_one = len({place.network for place in places}) == 1
+        if len({place.network for place in places}) == 1:
+            # Who has the same network is reached where no other host can come in.
+            address = near if chosen else address_of("lo") or near
         try:
-            yield near if is_one else address
+            yield address
         except RuntimeError as error:
             text = complaint(store, len(global_ranks), group)
             if not text:
@@ -103,6 +106,13 @@ def exchanged(options: BackendOptions) -> Iterator[str]:
             store.set(UNCONNECTED, text)  # others may wait much longer for the same
             _let_read(options)
             raise DistNetworkError(text) from error
+
+
+def of_members(options: BackendOptions) -> set[str]:
+    """Return the addresses that the members of a group have told each other."""
+    keys = [f"address/{rank}" for rank in range(options.group_size)]
+    places = [value.decode().split("\n") for value in options.store.multi_get(keys)]
+    return {address for place in places for address in place[2:4]}
 
 
 def _let_read(options: BackendOptions) -> None:

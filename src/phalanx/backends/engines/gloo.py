@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
-from itertools import product
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from phalanx.backends.engines.helpers import Helpers
 from phalanx.backends.engines.wire import Deliver, End, Lose, Wire
 from phalanx.errors import DistTimeout, PeerFailed
 
-_FOR_EVER = timedelta(days=365)
+FOR_EVER = timedelta(days=365)
 _FRAMES = 0  # the tag of frames; payloads have their numbers, from 1
 _CLOSING = 0x7FFFFFFF  # the tag of a message that nobody sends
 # The tag of a payload that its receiver foresees: this bit, its size, and six bits of its count.
@@ -81,7 +80,7 @@ class GlooWire(Wire):
             )
             while not self._closed:
                 work, buffer, memory = ahead.popleft()
-                work.wait(_FOR_EVER)
+                work.wait(FOR_EVER)
                 deliver(peer, frames.unpack(memory))
                 ahead.append((self._from(peer).recv([buffer], peer, _FRAMES), buffer, memory))
         except RuntimeError as error:
@@ -106,7 +105,7 @@ class GlooWire(Wire):
             raise PeerFailed(_first_line(error)) from error
         if len(sent) > _IN_FLIGHT:
             oldest = [sent.popleft() for _ in range(_IN_FLIGHT // 2)]
-            if not self._wait_for(oldest, _FOR_EVER).wait(self._timeout):
+            if not self._wait_for(oldest, FOR_EVER).wait(self._timeout):
                 raise DistTimeout(
                     f"has taken nothing for {self._timeout:g} s: it is stopped, or cannot be "
                     "reached"
@@ -159,7 +158,7 @@ class GlooWire(Wire):
 
         def wait() -> None:
             try:
-                work.wait(_FOR_EVER)
+                work.wait(FOR_EVER)
             except RuntimeError as error:
                 end(_first_line(error))
             else:
@@ -178,12 +177,8 @@ class GlooWire(Wire):
             return
         self.flush()
         self._closed = True
-        for group, peer in product(self._groups, self._peers):
-            # Nothing but a wait that expires ends the waits of other threads. One with a peer that
-            # is gone does not expire: it fails at once.
-            with suppress(RuntimeError):
-                waited = group.recv([torch.empty(1)], peer, _CLOSING)
-                waited.wait(timedelta(milliseconds=1))
+        for group in self._groups:
+            end_waits(group, self._peers)
         for thread in self._readers:
             if thread is not threading.current_thread():
                 thread.join(_CLOSE_SECONDS)
@@ -192,6 +187,15 @@ class GlooWire(Wire):
         for sent in self._sent.values():
             sent.clear()
         self._groups.clear()
+
+
+def end_waits(group: Any, peers: Iterable[int]) -> None:
+    """End the waits of other threads for anything of a group, and its connections with them."""
+    for peer in peers:
+        # Nothing but a wait that expires does. One with a peer that is gone fails at once.
+        with suppress(RuntimeError):
+            waited = group.recv([torch.empty(1)], peer, _CLOSING)
+            waited.wait(timedelta(milliseconds=1))
 
 
 def _unseen(start: Callable[[], Any]) -> Any:

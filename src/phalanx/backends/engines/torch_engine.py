@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from phalanx import bystanders
 from phalanx.backends.base import GroupBackend
-from phalanx.backends.engines import addresses
+from phalanx.backends.engines import addresses, ports, proofs
 from phalanx.backends.engines.direct import DirectEngine, has_gone
 from phalanx.backends.engines.gloo import GlooWire
 from phalanx.backends.engines.messages import MessageEngine
@@ -112,22 +112,42 @@ def create_gloo(options: BackendOptions) -> MessageEngine:
 
 
 def gloo_groups(options: BackendOptions, count: int) -> list[Any]:
-    """Connect all members by Gloo, so often, at the addresses where they reach the store."""
+    """Connect all members by Gloo, so often, at the addresses where they reach the store.
+
+    When all have proved that they are members, nobody else can connect any more.
+    """
+    ports.raise_limit(4 * count * options.group_size)
     with addresses.exchanged(options) as address:
-        kind = _c10d.ProcessGroupGloo
-        told = kind._Options()
-        told._timeout = timedelta(seconds=options.timeout)
-        told._threads = 1
-        told._devices = [kind.create_device(hostname=address)]
-        return [
-            kind(
-                TorchStore(PrefixStore(f"gloo{number}", options.store)),
-                options.group_rank,
-                options.group_size,
-                told,
-            )
-            for number in range(count)
-        ]
+        door = ports.Door(address)
+
+        def make(attempt: int) -> list[Any]:
+            kind = _c10d.ProcessGroupGloo
+            told = kind._Options()
+            told._timeout = timedelta(seconds=options.timeout)
+            told._threads = 1
+            told._devices = [kind.create_device(hostname=address)]
+            stores = [PrefixStore(f"gloo{each}.{attempt}", options.store) for each in range(count)]
+            return [
+                kind(_GlooStore(store, door), options.group_rank, options.group_size, told)
+                for store in stores
+            ]
+
+        members = addresses.of_members(options)
+        groups = proofs.connect(options, make, lambda: door.hang_up(members))
+        door.shut()
+        return groups
+
+
+class _GlooStore(TorchStore):
+    """A store in which Gloo writes where it listens."""
+
+    def __init__(self, store: Any, door: ports.Door) -> None:
+        super().__init__(store)
+        self._door = door
+
+    def set(self, key: str, value: Any) -> None:
+        self._door.read(_raw(value))
+        super().set(key, value)
 
 
 def _make(name: str, options: BackendOptions, pg_options: Any) -> Any:
@@ -184,6 +204,9 @@ def _within(options: BackendOptions, make: Callable[[], Any]) -> Any:
     error = failed[0]
     if isinstance(error, RuntimeError) and not isinstance(error, DistError):
         if has_gone(error):
-            raise PeerFailed(f"{what}: a rank died or left before all were connected ({error})")
+            raise PeerFailed(
+                f"{what}: before all were connected a rank died or left, or somebody else "
+                f"connected in its place and hung up ({error})"
+            )
         raise DistBackendError(f"{what}: {error}") from error
     raise error
