@@ -13,10 +13,21 @@ ROOT = Path(phalanx.__file__).parent
 
 # From the bottom up. A module imports from its own layer and those below it.
 LAYERS = [
-    {"errors", "logs", "types", "work", "_native", "bystanders", "extras", "patches", "process"},
+    {
+        "errors",
+        "logs",
+        "options",
+        "types",
+        "work",
+        "_native",
+        "bystanders",
+        "extras",
+        "patches",
+        "process",
+    },
     {"heap", "profiling", "stores", "meeting", "rendezvous"},
     {"backends"},
-    {"groups", "world", "subgroups", "mesh", "checks", "sparse"},
+    {"group_calls", "groups", "world", "subgroups", "mesh", "checks", "sparse"},
     {"collectives", "p2p", "objects", "coalescing", "functional"},
     {"algorithms", "data", "optim", "parallel"},
 ]

@@ -444,7 +444,9 @@ def _refusals():
     with pytest.raises(RuntimeError, match="cuda:nccl"):
         dist.all_reduce(torch.ones(2, device="meta"))
     with pytest.raises(ValueError, match="list of one tensor"):
-        group.broadcast([torch.ones(1), torch.ones(1)], 0)
+        group.reduce([torch.ones(1), torch.ones(1)], 0)
+    with pytest.raises(TypeError, match="'other'"):
+        group.broadcast([torch.ones(1)], other=0)
     with pytest.raises(TypeError, match="pg_options"):
         dist.new_group(pg_options=object())
     dist.destroy_process_group()

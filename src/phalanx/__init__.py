@@ -94,6 +94,18 @@ if TYPE_CHECKING:
         scatter_object_list,
         send_object_list,
     )
+    from phalanx.options import (
+        AllgatherOptions,
+        AllreduceCoalescedOptions,
+        AllreduceOptions,
+        AllToAllOptions,
+        BarrierOptions,
+        BroadcastOptions,
+        GatherOptions,
+        ReduceOptions,
+        ReduceScatterOptions,
+        ScatterOptions,
+    )
     from phalanx.p2p import P2POp, batch_isend_irecv, irecv, isend, recv, send
     from phalanx.parallel.batchnorm import SyncBatchNorm
     from phalanx.parallel.buckets import GradBucket
@@ -140,9 +152,15 @@ if TYPE_CHECKING:
 __all__ = [
     "SHRINK_ABORT",
     "SHRINK_DEFAULT",
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceCoalescedOptions",
+    "AllreduceOptions",
     "Backend",
     "BackendConfig",
     "BackendOptions",
+    "BarrierOptions",
+    "BroadcastOptions",
     "BufferInUse",
     "BuiltinCommHookType",
     "CollectiveMismatch",
@@ -158,6 +176,7 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "FileStore",
+    "GatherOptions",
     "GradBucket",
     "GroupBackend",
     "GroupMember",
@@ -174,6 +193,9 @@ __all__ = [
     "QueueEmptyError",
     "RedisStore",
     "ReduceOp",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ScatterOptions",
     "SpawnContext",
     "Store",
     "StoreTimeout",
@@ -305,6 +327,11 @@ _NAMES = {
         "all_gather_object broadcast_object_list gather_object recv_object_list "
         "scatter_object_list send_object_list"
     ),
+    "options": (
+        "AllgatherOptions AllreduceCoalescedOptions AllreduceOptions AllToAllOptions "
+        "BarrierOptions BroadcastOptions GatherOptions ReduceOptions ReduceScatterOptions "
+        "ScatterOptions"
+    ),
     "p2p": "batch_isend_irecv irecv isend P2POp recv send",
     "parallel.batchnorm": "SyncBatchNorm",
     "parallel.buckets": "GradBucket",
@@ -335,6 +362,7 @@ _CORE = {
     "errors",
     "groups",
     "objects",
+    "options",
     "p2p",
     "stores.rendezvous",
     "subgroups",

@@ -56,6 +56,9 @@ class _Collector(Collecting):
             partial(self._collect, name) if name in _COLLECTED else getattr(self._transport, name)
         )
 
+    def passed_on(self) -> GroupBackend:
+        return self._transport
+
     def _collect(self, name: str, *args: Any, async_op: bool = False) -> Work | None:
         self.calls.append((name, args))
         return self._work if async_op else None

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn, cast
 
-from torch import Tensor
-
-from phalanx.backends.base import Call, GroupBackend
+from phalanx.backends.base import GroupBackend
 from phalanx.backends.registry import BackendConfig
-from phalanx.types import ReduceOp, Timeout, seconds
-from phalanx.work import Work
+from phalanx.group_calls import GroupCalls
+from phalanx.types import Timeout, seconds
 
 
 class _Outsider:
@@ -39,7 +37,7 @@ class _Destroyed:
         )
 
 
-class ProcessGroup:
+class ProcessGroup(GroupCalls):
     """Some ranks of a world, numbered from 0, as one of them sees them.
 
     Made by ``init_process_group``, ``new_group`` and their relatives. ``ranks`` are the members'
@@ -107,21 +105,6 @@ class ProcessGroup:
             )
         return self.ranks[group_rank]
 
-    def allreduce(self, tensors: Tensor | Sequence[Tensor], op: ReduceOp = ReduceOp.SUM) -> Work:
-        """Start to reduce tensors on all members."""
-        return self._start([("all_reduce", (tensor, op)) for tensor in _listed(tensors)])
-
-    def broadcast(self, tensors: Tensor | Sequence[Tensor], root: int = 0) -> Work:
-        """Start to copy the tensors of group rank ``root`` to all members."""
-        return self._start([("broadcast", (tensor, root)) for tensor in _listed(tensors)])
-
-    def barrier(self) -> Work:
-        """Start a barrier."""
-        return self._start([("barrier", ())])
-
-    def _start(self, calls: list[Call]) -> Work:
-        return cast(Work, self.transport.coalesce(calls, async_op=True))
-
     def monitored_barrier(
         self, timeout: Timeout | None = None, wait_all_ranks: bool = False
     ) -> None:
@@ -154,7 +137,3 @@ class ProcessGroup:
             f"<ProcessGroup {self.group_name!r} ({self.group_desc}): "
             f"rank {self._rank} of {self.ranks}, {self.config!r}>"
         )
-
-
-def _listed(tensors: Tensor | Sequence[Tensor]) -> Sequence[Tensor]:
-    return [tensors] if isinstance(tensors, Tensor) else tensors

@@ -53,6 +53,10 @@ class Event:
 class Collecting:
     """A transport that makes calls later, and is then seen by the profiler."""
 
+    def passed_on(self) -> Any:
+        """Return the transport that makes calls at once."""
+        raise NotImplementedError
+
 
 def seen(transport: Any) -> Any:
     """Return whom to call while a profiler runs."""

@@ -8,7 +8,6 @@ a work. Tensors on other devices are passed to the engine that torch would use f
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, cast
@@ -19,10 +18,8 @@ from torch.autograd import profiler
 
 from phalanx import coalescing, collectives, p2p
 from phalanx._native import dtype_code
-from phalanx.backends.base import GroupBackend
 from phalanx.groups import ProcessGroup
 from phalanx.torch_backend import handlers, lifted, worlds
-from phalanx.torch_backend.limits import Limited
 from phalanx.torch_backend.membership import Membership
 from phalanx.torch_backend.theirs import c10d
 from phalanx.torch_backend.untraced import untraced
@@ -71,11 +68,24 @@ class TorchGroup(Membership):
     # Collectives
 
     def allreduce(
-        self, tensors: Any, opts: Any = c10d.ReduceOp.SUM, timeout: timedelta | None = None
+        self,
+        tensors: Any = (),
+        opts: Any = c10d.ReduceOp.SUM,
+        timeout: timedelta | None = None,
+        **names: Any,
     ) -> Any:
         if type(opts) is not c10d.AllreduceOptions:
+            if names:
+                return self.allreduce(
+                    **_renamed(names, tensors=tensors, opts=opts, timeout=timeout)
+                )
             opts = _options(c10d.AllreduceOptions, timeout, reduceOp=opts)
-        tensor = tensors[0] if type(tensors) is list and len(tensors) == 1 else _only(tensors)
+        if type(tensors) is list and len(tensors) == 1:
+            tensor = tensors[0]
+        elif isinstance(tensors, Tensor):
+            tensor = tensors
+        else:
+            return self._work(self._within(_UNSET).allreduce(tensors, opts))
         op = _OPS.get(hash(opts.reduceOp))
         inner = self._inner
         if (
@@ -97,9 +107,19 @@ class TorchGroup(Membership):
         op = op or _op(opts.reduceOp)
         return self._work(collectives.all_reduce(tensor, op, group, opts.asyncOp))
 
-    def broadcast(self, tensors: Any, opts: Any = 0, timeout: timedelta | None = None) -> Any:
+    def broadcast(
+        self,
+        tensors: Any = (),
+        opts: Any = 0,
+        timeout: timedelta | None = None,
+        **names: Any,
+    ) -> Any:
+        if names:
+            return self.broadcast(**_renamed(names, tensors=tensors, opts=opts, timeout=timeout))
         if type(opts) is not c10d.BroadcastOptions:
             opts = _options(c10d.BroadcastOptions, timeout, rootRank=opts)
+        if not isinstance(tensors, Tensor) and (len(tensors) != 1 or opts.rootTensor):
+            return self._work(self._within(_UNSET).broadcast(tensors, opts))
         tensor = _only(tensors)
         if not tensor.is_cpu:
             return self._engines.get(tensor.device).broadcast([tensor], opts)
@@ -108,11 +128,16 @@ class TorchGroup(Membership):
 
     def reduce(
         self,
-        tensors: Any,
+        tensors: Any = (),
         opts: Any = 0,
         op: Any = c10d.ReduceOp.SUM,
         timeout: timedelta | None = None,
+        **names: Any,
     ) -> Any:
+        if names:
+            return self.reduce(
+                **_renamed(names, tensors=tensors, opts=opts, op=op, timeout=timeout)
+            )
         if type(opts) is not c10d.ReduceOptions:
             opts = _options(c10d.ReduceOptions, timeout, rootRank=opts, reduceOp=op)
         tensor = _only(tensors)
@@ -124,8 +149,16 @@ class TorchGroup(Membership):
         )
 
     def allgather(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
+        self,
+        output_tensors: Any,
+        input_tensors: Any = (),
+        opts: Any = None,
+        timeout: Any = None,
+        **names: Any,
     ) -> Any:
+        if names:
+            given = _renamed(names, opts=opts, timeout=timeout, input_tensors=input_tensors)
+            return self.allgather(output_tensors, **given)
         if type(opts) is not c10d.AllgatherOptions:
             opts = _options(c10d.AllgatherOptions, opts if timeout is None else timeout)
         outputs, tensor = _list(output_tensors), _only(input_tensors)
@@ -145,8 +178,16 @@ class TorchGroup(Membership):
     _allgather_base = all_gather_single
 
     def gather(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = 0, timeout: Any = None
+        self,
+        output_tensors: Any,
+        input_tensors: Any = (),
+        opts: Any = 0,
+        timeout: Any = None,
+        **names: Any,
     ) -> Any:
+        if names:
+            given = _renamed(names, opts=opts, timeout=timeout, input_tensors=input_tensors)
+            return self.gather(output_tensors, **given)
         if type(opts) is not c10d.GatherOptions:
             opts = _options(c10d.GatherOptions, timeout, rootRank=opts)
         outputs, tensor = _list(output_tensors), _only(input_tensors)
@@ -158,8 +199,22 @@ class TorchGroup(Membership):
         )
 
     def scatter(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = 0, timeout: Any = None
+        self,
+        output_tensors: Any = (),
+        input_tensors: Any = (),
+        opts: Any = 0,
+        timeout: Any = None,
+        **names: Any,
     ) -> Any:
+        if names:
+            given = _renamed(
+                names,
+                opts=opts,
+                timeout=timeout,
+                output_tensors=output_tensors,
+                input_tensors=input_tensors,
+            )
+            return self.scatter(**given)
         if type(opts) is not c10d.ScatterOptions:
             opts = _options(c10d.ScatterOptions, timeout, rootRank=opts)
         tensor, inputs = _only(output_tensors), _list(input_tensors)
@@ -172,11 +227,21 @@ class TorchGroup(Membership):
 
     def reduce_scatter(
         self,
-        output_tensors: Any,
-        input_tensors: Any,
+        output_tensors: Any = (),
+        input_tensors: Any = (),
         opts: Any = c10d.ReduceOp.SUM,
         timeout: timedelta | None = None,
+        **names: Any,
     ) -> Any:
+        if names:
+            given = _renamed(
+                names,
+                opts=opts,
+                timeout=timeout,
+                output_tensors=output_tensors,
+                input_tensors=input_tensors,
+            )
+            return self.reduce_scatter(**given)
         if type(opts) is not c10d.ReduceScatterOptions:
             opts = _options(c10d.ReduceScatterOptions, timeout, reduceOp=opts)
         tensor, inputs = _only(output_tensors), _list(input_tensors)
@@ -273,26 +338,26 @@ class TorchGroup(Membership):
         return self._work(active(group).coalesce(calls, async_op=opts.asyncOp))
 
     def all_gather_single_coalesced(
-        self, output_lists: Sequence[Tensor], input_list: Sequence[Tensor], opts: Any = None
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
         opts = opts or c10d.AllgatherOptions()
-        if not input_list[0].is_cpu:
-            engine = self._engines.get(input_list[0].device)
-            return engine.allgather_into_tensor_coalesced(output_lists, input_list, opts)
-        calls = zip(output_lists, input_list, strict=True)
+        if not inputs[0].is_cpu:
+            engine = self._engines.get(inputs[0].device)
+            return engine.allgather_into_tensor_coalesced(outputs, inputs, opts)
+        calls = zip(outputs, inputs, strict=True)
         return self._coalesce(collectives.all_gather_single, calls, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def reduce_scatter_single_coalesced(
-        self, output_tensors: Sequence[Tensor], input_tensors: Sequence[Tensor], opts: Any = None
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
-        if not input_tensors[0].is_cpu:
-            engine = self._engines.get(input_tensors[0].device)
-            return engine.reduce_scatter_tensor_coalesced(output_tensors, input_tensors, opts)
+        if not inputs[0].is_cpu:
+            engine = self._engines.get(inputs[0].device)
+            return engine.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
         op = _op(opts.reduceOp)
-        calls = ((*pair, op) for pair in zip(output_tensors, input_tensors, strict=True))
+        calls = ((*pair, op) for pair in zip(outputs, inputs, strict=True))
         return self._coalesce(collectives.reduce_scatter_single, calls, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -343,11 +408,7 @@ class TorchGroup(Membership):
         """Return the group whose operations have this timeout, once it is its turn to be used."""
         if self._completer.unsettled:
             self._completer.settle(self._inner.backend.timeout)
-        if timeout == _UNSET:
-            return self._inner
-        limited = copy.copy(self._inner)
-        limited.transport = cast(GroupBackend, Limited(self._inner.transport, seconds(timeout)))
-        return limited
+        return self._inner if timeout == _UNSET else self._inner.within(seconds(timeout))
 
     def _work(self, work: Work | None, in_order: bool = True) -> Any:
         if work is None:
@@ -374,6 +435,27 @@ def _list(tensors: Any) -> list[Tensor]:
     if len(tensors) == 1 and not isinstance(tensors[0], Tensor):
         return cast(list[Tensor], tensors[0])
     return cast(list[Tensor], tensors)
+
+
+# Names that arguments have in some of torch's forms of a method only.
+_RENAMED = {
+    "input": "input_tensors",
+    "input_tensor": "input_tensors",
+    "op": "opts",
+    "output": "output_tensors",
+    "output_tensor": "output_tensors",
+    "root": "opts",
+    "tensor": "tensors",
+}
+
+
+def _renamed(names: dict[str, Any], **given: Any) -> dict[str, Any]:
+    """Return the arguments of a method by the names that it has here."""
+    for name, value in names.items():
+        if _RENAMED.get(name) not in given:
+            raise TypeError(f"unexpected keyword argument {name!r}")
+        given[_RENAMED[name]] = value
+    return given
 
 
 def _options(kind: Any, timeout: timedelta | None, **values: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Timeouts of single operations, which torch gives in their options."""
+"""Timeouts of single operations, given in their options."""
 
 from __future__ import annotations
 
