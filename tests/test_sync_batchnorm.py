@@ -442,3 +442,74 @@ def test_gradients_and_second_derivatives_numerically(dims, affine):
         assert gradgradcheck(whole, inputs)
 
     run_ranks(body, len(sizes))
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("dims", [2, 4])
+@pytest.mark.parametrize("sizes", [(2, 4, 1), (3, 0, 2)])
+def test_gradients_with_a_graph_equal_those_of_the_whole(sizes, dims, affine):
+    """All ranks' first and second derivatives, with weights that differ by rank."""
+    parts = batches(sizes, dims)
+
+    def body():
+        rank = dist.get_rank()
+        layer = disturb(SyncBatchNorm(CHANNELS, dtype=torch.float64, affine=affine))
+        x = parts[rank][0].clone().requires_grad_()
+        wanted = [x, *layer.parameters()]
+        first = torch.autograd.grad(layer(x), wanted, parts[rank][1], create_graph=True)
+        second = torch.autograd.grad(first[0].pow(3).sum() * (rank + 1), wanted[:2])
+        return [g.detach() for g in first], second
+
+    results = run_ranks(body, len(sizes))
+    layer = disturb(PLAIN[dims](CHANNELS, dtype=torch.float64, affine=affine))
+    x, grad = (torch.cat([part[i] for part in parts]) for i in range(2))
+    x = x.requires_grad_()
+    wanted = [x, *layer.parameters()]
+    first = torch.autograd.grad(layer(x), wanted, grad, create_graph=True)
+    pieces = first[0].split(sizes)
+    penalty = sum(piece.pow(3).sum() * (rank + 1) for rank, piece in enumerate(pieces))
+    second = torch.autograd.grad(penalty, wanted[:2])  # the bias has no part in it
+    for order, whole in enumerate((first, second)):
+        found = [result[order] for result in results]
+        torch.testing.assert_close(torch.cat([each[0] for each in found]), whole[0].detach())
+        for i in range(1, len(whole)):  # each rank has its part
+            torch.testing.assert_close(sum(each[i] for each in found), whole[i].detach())
+
+
+def test_gradients_with_a_graph_of_parameters_alone_ask_nobody():
+    parts = batches((2, 3))
+
+    def body():
+        rank = dist.get_rank()
+        layer = disturb(SyncBatchNorm(CHANNELS, dtype=torch.float64))
+        output = layer(parts[rank][0])
+        if rank == 1:
+            return None  # and does no backward pass
+        return torch.autograd.grad(
+            output, list(layer.parameters()), parts[rank][1], create_graph=True
+        )
+
+    found, _ = run_ranks(body, 2)
+    layer = disturb(nn.BatchNorm2d(CHANNELS, dtype=torch.float64))
+    output = layer(torch.cat([x for x, _ in parts]))[:2]
+    true = torch.autograd.grad(output, list(layer.parameters()), parts[0][1])
+    for ours, theirs in zip(found, true, strict=True):
+        torch.testing.assert_close(ours.detach(), theirs)
+
+
+@pytest.mark.parametrize("parameters", [torch.float32, torch.bfloat16])
+def test_gradients_with_a_graph_keep_the_type(parameters):
+    parts = batches((4, 6), dtype=torch.bfloat16)
+
+    def body(graph):
+        layer = disturb(SyncBatchNorm(CHANNELS)).to(parameters)
+        x, grad = parts[dist.get_rank()]
+        x = x.clone().requires_grad_()
+        wanted = [x, *layer.parameters()]
+        grads = torch.autograd.grad(layer(x), wanted, grad, create_graph=graph)
+        return [g.detach() for g in grads]
+
+    for ours, theirs in zip(run_ranks(body, 2, True), run_ranks(body, 2, False), strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)

@@ -133,12 +133,6 @@ class Deferral:
                 work, future = self._queue.popleft()
                 work._fulfil(future)
 
-    def abandon(self) -> list[Work]:
-        """Forget the futures, and return the works that still run."""
-        works = [work for work, _ in self._queue]
-        self._queue.clear()
-        return works
-
     @contextmanager
     def calling(self) -> Iterator[None]:
         """Collect futures while foreign code runs, which may wait for them in its own way.

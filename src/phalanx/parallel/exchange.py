@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -102,22 +103,16 @@ class Exchange:
             else active(self.group).all_reduce(flat, self._op(), async_op=True)
         )
         with self._deferral.collecting():
-            return cast(Work, work).get_future().then(self._averaged)
-
-    def _averaged(self, done: Future[Any]) -> Tensor:
-        result: Tensor = done.value()[0]
-        return self._divided(result) if result.is_sparse else result
-
-    def _divided(self, result: Tensor) -> Tensor:
-        """Divide what ``_sparse_op`` has left a sum."""
-        return result if self.divisor is None else result.div_(self.divisor)
+            future = cast(Work, work).get_future()
+            # Not of this object: it holds the future, and what C++ keeps no collector sees.
+            return future.then(partial(_averaged, self.divisor if flat.is_sparse else None))
 
     def wait(self) -> None:
         """Wait for all that was launched; then the results are in the buckets."""
         for work in self._works:
             work.wait()
         for bucket in self._sparse:
-            self._measure(bucket, self._divided(bucket.slots[0].view))
+            self._measure(bucket, _divided(bucket.slots[0].view, self.divisor))
         self._deferral.complete()
         for bucket, flat, future in self._futures:
             try:
@@ -136,9 +131,11 @@ class Exchange:
             self.health.measure_result(bucket, result)
 
     def abandon(self) -> None:
-        """Let go of what hooks have promised, since nobody will ask for it: it holds on to much."""
+        """Let go of what hooks have promised, since nobody will ask for it: it holds on to much.
+
+        What is deferred stays: the callbacks of hooks may owe the others collectives, too.
+        """
         self._futures = []
-        self._works += self._deferral.abandon()
 
     def make_up(self, buckets: Sequence[Bucket], num_buckets: int) -> None:
         """Give the other ranks zeros for the buckets that an abandoned pass has not launched."""
@@ -153,10 +150,22 @@ class Exchange:
             elif bucket.sparse:
                 collectives.all_reduce(zeros.buffer(), self._sparse_op(), self.group)
             else:
-                active(self.group).all_reduce(zeros.buffer(), self._op())
+                # The others measure their sums: so does everybody.
+                squares = None if self.health is None else self.health.place(bucket)
+                active(self.group).all_reduce(zeros.buffer(), self._op(), squares=squares)
         # Not before all hooks have begun, as in the others' pass.
+        self._deferral.complete()
         for future in futures:
             future.wait()
+
+
+def _averaged(divisor: int | None, done: Future[Any]) -> Tensor:
+    return _divided(done.value()[0], divisor)
+
+
+def _divided(result: Tensor, divisor: int | None) -> Tensor:
+    """Divide what was left a sum."""
+    return result if divisor is None else result.div_(divisor)
 
 
 def zero_bucket(bucket: Bucket, num_buckets: int) -> GradBucket:
