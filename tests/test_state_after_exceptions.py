@@ -19,7 +19,6 @@ from words import listen, tell
 import phalanx as dist
 from phalanx import trace, world
 from phalanx.debug.in_flight import of as flights_of
-from phalanx.debug.levels import get_debug_level
 from phalanx.launch.outcomes import Killed
 from phalanx.launch.pool import Pool
 from phalanx.testing import faults, run_ranks
@@ -215,7 +214,7 @@ def stores() -> None:
 def injected_faults() -> None:
     transport = dist.group.WORLD.transport
     with suppress(Enough), faults(straggler=1, delay=0.001):
-        assert dist.group.WORLD.transport is not transport
+        assert (dist.group.WORLD.transport is not transport) == (dist.get_rank() == 1)
         goes_on()
         raise Enough
     assert dist.group.WORLD.transport is transport
@@ -231,9 +230,7 @@ def recorded_trace(tmp: str) -> None:
             pass
 
 
-def detail_level() -> None:
-    before = get_debug_level()
-    dist.set_debug_level(dist.DebugLevel.DETAIL)
+def _at_detail() -> None:
     group = dist.new_group()
     tensor = torch.ones(2 + (dist.get_rank() == 0))
     with pytest.raises(dist.CollectiveMismatch):
@@ -245,8 +242,7 @@ def detail_level() -> None:
     goes_on(group)
     with pytest.raises(TypeError, match="loud"):
         dist.set_debug_level("loud")
-    assert get_debug_level() == dist.DebugLevel.DETAIL
-    dist.set_debug_level(before)
+    assert dist.get_debug_level() == dist.DebugLevel.DETAIL
 
 
 def bound_world() -> None:
@@ -279,7 +275,6 @@ CASES: dict[str, Callable[..., None]] = {
         wait_that_is_cut_short,
         stores,
         injected_faults,
-        detail_level,
         bound_world,
         deferred_futures,
     )
@@ -295,6 +290,15 @@ def _disturb(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_it_goes_on_after(name: str) -> None:
     run_ranks(_disturb, SIZE, name)
+
+
+def test_detail_goes_on_after_a_mismatch() -> None:
+    before = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)  # of all ranks in this process
+    try:
+        run_ranks(_at_detail, SIZE)
+    finally:
+        dist.set_debug_level(before)
 
 
 def test_a_trace_ends_with_its_block(tmp_path: Any) -> None:

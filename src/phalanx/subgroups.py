@@ -42,7 +42,7 @@ def new_group(
     if sort_ranks:
         chosen.sort()
     # Looked at before the call counts, and on all ranks: they must go on counting alike.
-    config = world.default.config if backend is None else BackendConfig(backend)
+    config = world.default.config if backend is None else BackendConfig(backend).check()
     limit = seconds(default_pg_timeout if timeout is None else timeout)
     if use_local_synchronization:
         if world.rank not in chosen:
@@ -142,7 +142,7 @@ def split_group(
     """
     world = here()
     parent = resolve(parent_pg)
-    config = parent.config if backend is None else BackendConfig(backend)
+    config = parent.config if backend is None else BackendConfig(backend).check()
     limit = seconds(default_pg_timeout if timeout is None else timeout)
     mine = next_split(parent, split_ranks)
     if mine is None:

@@ -165,11 +165,8 @@ class BackendConfig:
     def __repr__(self) -> str:
         return ",".join(f"{device}:{name}" for device, name in self.device_backend_map.items())
 
-    def create(self, options: BackendOptions, pg_options: object = None) -> GroupBackend:
-        """Make the group's backend: one engine, or one per device type.
-
-        CPU tensors are served by "phalanx" unless the name says otherwise: every group needs that.
-        """
+    def check(self) -> BackendConfig:
+        """Return this if there are such backends here; ValueError or DistBackendError if not."""
         for name in self.device_backend_map.values():
             if name not in Backend.backend_list and name not in _engines_of_torch():
                 known = {*Backend.backend_list, *_engines_of_torch()} - {Backend.UNDEFINED}
@@ -177,6 +174,14 @@ class BackendConfig:
                 raise ValueError(f"unknown backend {str(name)!r} (known: {listed})")
         if ":" not in self.name:
             _require(self.name, next(iter(self.device_backend_map)))
+        return self
+
+    def create(self, options: BackendOptions, pg_options: object = None) -> GroupBackend:
+        """Make the group's backend: one engine, or one per device type.
+
+        CPU tensors are served by "phalanx" unless the name says otherwise: every group needs that.
+        """
+        self.check()
         cpu = self.device_backend_map.get("cpu", Backend(Backend.PHALANX))
         engine = _make(cpu, "cpu", options, pg_options)
         others = {
