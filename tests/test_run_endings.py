@@ -232,6 +232,23 @@ def test_timeout_says_where_ranks_stand(program: Written) -> None:
     assert "ranks 0, 1 did not end within 20 s" in done.stderr.splitlines()[-1]
 
 
+# What a rank does to the process that keeps it, its parent.
+STOPPING = {
+    "once": "kill -STOP $PPID; echo $$; exec sleep 1000",
+    "again and again": "trap '' TERM; echo $$; while :; do kill -STOP $PPID; sleep 0.01; done",
+}
+
+
+@pytest.mark.parametrize("how", ["once", pytest.param("again and again", marks=pytest.mark.slow)])
+def test_timeout_ends_a_job_whose_keeper_is_stopped(how: str) -> None:
+    done = run("-n", 2, "--timeout", "1", "--", "sh", "-c", STOPPING[how])
+    assert done.returncode == 124
+    assert "ranks 0, 1 did not end within 1 s" in done.stderr.splitlines()[-1]
+    pids = [int(line.split()[-1]) for line in done.stdout.splitlines()]
+    assert len(pids) == 2
+    assert not any(map(alive, pids))
+
+
 def test_processes_left_behind_are_ended_and_named() -> None:
     done = run("-n", 1, "--", "sh", "-c", "sleep 1000 & echo $!")
     assert done.returncode == 0

@@ -27,6 +27,8 @@ from phalanx.process import signal_name
 ALONE, ASKED = 3.0, 5.0
 # Ranks that have run out of time may take so long to show where they stand.
 SHOWN = 2.0
+# A keeper that is told to kill its ranks may take so long.
+OBEYED = 2.0
 # An unfinished line is shown if it stays so that long.
 MOMENT = 0.05
 # After Ctrl-C or SIGTERM, ranks may take so long to put their things in order.
@@ -264,6 +266,11 @@ class Supervisor:
 
     def _kill(self) -> None:
         self._tell(signal.SIGKILL)
+        self._steps = [(time.monotonic() + OBEYED, self._kill_all)]
+
+    def _kill_all(self) -> None:
+        """End the keeper as well, which has not done as it was told: a debugger may hold it."""
+        kill_below(os.getpid(), spared=self._spared)
 
     def _hear(self) -> None:
         """Take the keeper's next message, or notice its end."""
@@ -321,6 +328,7 @@ class Supervisor:
         self._told = True
         if self._connection is not None:
             with contextlib.suppress(OSError):  # then it is found to have ended
+                os.kill(self._keeper.pid, signal.SIGCONT)  # stopped, it would not notice
                 self._connection.send_bytes(json.dumps({"signal": number}).encode())
 
     def _end(self, rank: int) -> End:
