@@ -178,7 +178,8 @@ void bind_stores(nb::module_& m) {
       .def(nb::init<Store&, std::string, double>(), nb::arg("store"), nb::arg("key"),
            nb::arg("interval"), nb::keep_alive<1, 2>())
       .def("stop", &Heart::stop, nb::call_guard<Unlocked>())
-      .def("silence", &Heart::silence, "Return the seconds since the store last answered.");
+      .def("silence", &Heart::silence, "Return the seconds since the store last answered.")
+      .def("refused", &Heart::refused, "Say whether the store could not be reached at all.");
 
   nb::class_<Server>(m, "StoreServer", nb::is_weak_referenceable())
       .def(

@@ -3,7 +3,9 @@
 import os
 import signal
 import sys
+import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hosts import needs_hosts
 
 import phalanx as dist
 from phalanx.backends.hierarchy import hosts as who_is_where
+from phalanx.backends.hierarchy import warden
 from phalanx.backends.hierarchy.group import Hierarchy
 from phalanx.testing.hosts import Hosts
 from phalanx.testing.ranks import run_ranks
@@ -154,7 +157,8 @@ def test_a_rank_that_is_killed_is_named_on_all_hosts():
 @needs_hosts
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("how", ["kill", "cut"])
-def test_a_host_that_is_gone_is_named_on_the_others(how, number):
+def test_a_host_that_is_gone_is_named_on_the_others(how, number, monkeypatch):
+    monkeypatch.setenv(warden.VARIABLE, "4")  # neither says goodbye, as a frozen one does not
     there = [[0], [1, 2]]
     with Hosts(2, ranks=[1, 2]) as hosts:
         job = begin(hosts)
@@ -166,6 +170,58 @@ def test_a_host_that_is_gone_is_named_on_the_others(how, number):
             assert "in train: " in str(error)
         for error in errors[: len(others)]:
             assert f"host{number}" in str(error)
+            assert f"{warden.VARIABLE} (4 s)" in str(error)
+
+
+@needs_hosts
+def test_a_host_whose_only_rank_is_killed_is_named_at_once():
+    with Hosts(3, ranks=[1, 2, 1]) as hosts:
+        job = begin(hosts)
+        job.programs[3].kill()  # its connections are closed, so nobody waits for it to thaw
+        for error in errors_of(job, [0, 1, 2]):
+            assert isinstance(error, dist.PeerFailed)
+            assert "rank 3" in str(error)
+            assert "host2" in str(error)
+            assert warden.VARIABLE not in str(error)
+
+
+def freeze(layout, seconds):
+    """Stop the last rank, for so long or until that is noticed, and go on."""
+    meet_anew(layout)
+    pids = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    total = torch.full((7,), float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    thaw = partial(os.kill, pids[-1], signal.SIGCONT)
+    if dist.get_rank() == 0:
+        os.kill(pids[-1], signal.SIGSTOP)
+        threading.Timer(seconds, thaw).start()
+    try:
+        for _ in range(3):  # its part of the first may have been on its way
+            dist.all_reduce(total)
+    finally:
+        thaw()
+    return total.tolist()
+
+
+def test_a_host_may_freeze_for_a_while():
+    assert run_ranks(freeze, 3, "aab", 4.5, ranks="processes") == [[162.0] * 7] * 3
+
+
+def test_a_host_that_is_frozen_for_too_long_is_told_with_the_limit(monkeypatch):
+    monkeypatch.setenv(warden.VARIABLE, "2")
+    found = run_ranks(freeze, 3, "aab", 40, ranks="processes", return_exceptions=True)
+    for error in found[:2]:
+        assert isinstance(error, dist.PeerFailed)
+        assert "has given no sign of life for" in str(error)
+        assert f"{warden.VARIABLE} (2 s)" in str(error)
+
+
+@pytest.mark.parametrize("text", ["1", "soon", "nan", "-3"])
+def test_a_limit_that_is_none_is_refused(text, monkeypatch):
+    monkeypatch.setenv(warden.VARIABLE, text)
+    with pytest.raises(ValueError, match=f"{warden.VARIABLE} is a number of seconds, 2 or more"):
+        warden.longest_silence()
 
 
 LEAVES = """

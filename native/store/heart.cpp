@@ -27,10 +27,13 @@ void Heart::beat() {
   std::unique_lock lock(mutex_);
   while (!stopping_) {
     lock.unlock();
+    const Patience patience(4 * interval_.count(), look_up);
     try {
-      store_.run({Op::Add, 1, {key_}, {}}, Patience(4 * interval_.count(), look_up));
+      store_.run({Op::Add, 1, {key_}, {}}, patience);
       answered_ = Clock::now();
-    } catch (const Failure&) {  // the silence tells
+      refused_ = false;
+    } catch (const Failure&) {  // a store that is stopped takes all of the time instead
+      refused_ = !patience.exhausted();
     } catch (const Stopped&) {  // a store that is gone holds nobody up
     }
     lock.lock();

@@ -22,6 +22,9 @@ class Heart {
   void stop();
   // Seconds since the store last answered.
   double silence() const;
+  // Whether the last attempt failed before its time was up: as when the store's process is gone,
+  // and not when it, or its host, is stopped.
+  bool refused() const { return refused_; }
 
  private:
   void beat();
@@ -32,7 +35,7 @@ class Heart {
   std::atomic<Clock::time_point> answered_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::atomic<bool> stopping_ = false;
+  std::atomic<bool> stopping_ = false, refused_ = false;
   const int process_;
   std::thread thread_;
 };

@@ -48,6 +48,8 @@ class Heart:
     def stop(self) -> None: ...
     def silence(self) -> float:
         """Return the seconds since the store last answered."""
+    def refused(self) -> bool:
+        """Say whether the store could not be reached at all, rather than being slow to answer."""
 
 class StoreServer:
     def __init__(

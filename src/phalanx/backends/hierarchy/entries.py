@@ -58,6 +58,7 @@ _FIELDS: dict[str, dict[str, Callable[[Any, int], Any]]] = {
     "broken": {"group": _text, "number": _number, "error": _error, "text": _text},
     "deadlock": {"waits": _waits, "text": _text},
     "left": {"group": _text, "rank": _rank},
+    "suspected": {"host": _text},
     "closed": {"rank": _rank},
     "ask": {"group": _text},
 }

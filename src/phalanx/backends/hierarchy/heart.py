@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import suppress
 from typing import Protocol
 
 from phalanx import _native, bystanders
@@ -16,6 +15,7 @@ StoreError = RuntimeError  # what any store raises that cannot be reached, torch
 
 _BEAT = 0.8  # seconds between two signs of life
 _END = 3.0  # for the last one to be taken
+_REQUEST = 3.0  # for one of them, where the store is not the core's
 
 
 class Heart(Protocol):
@@ -25,6 +25,9 @@ class Heart(Protocol):
 
     def silence(self) -> float:
         """Return the seconds since the store last answered."""
+
+    def refused(self) -> bool:
+        """Say whether the store could not be reached at all, rather than being slow to answer."""
 
 
 def start(store: Store, key: str) -> Heart:
@@ -37,7 +40,9 @@ def start(store: Store, key: str) -> Heart:
         name, core = f"{core.prefix}/{name}", core.underlying_store
     if isinstance(core, CoreStore):
         return _native.Heart(core._core, name, _BEAT)
-    return _ThreadHeart(store.clone(), key)
+    twin = store.clone()
+    twin.set_timeout(_REQUEST)
+    return _ThreadHeart(twin, key)
 
 
 class _ThreadHeart:
@@ -47,6 +52,7 @@ class _ThreadHeart:
         self._store = store
         self._key = key
         self._answered = time.monotonic()
+        self._refused = False
         self._stopping = threading.Event()
         thread = threading.Thread(target=self._beat, name="phalanx-heart", daemon=True)
         self._thread = bystanders.mark(thread)
@@ -54,9 +60,14 @@ class _ThreadHeart:
 
     def _beat(self) -> None:
         while True:
-            with suppress(StoreError):
+            begun = time.monotonic()
+            try:
                 self._store.add(self._key, 1)
                 self._answered = time.monotonic()
+                self._refused = False
+            except StoreError:
+                # One that is stopped takes all of the time instead.
+                self._refused = time.monotonic() - begun < _REQUEST / 2
             if self._stopping.wait(_BEAT):
                 return
 
@@ -66,3 +77,6 @@ class _ThreadHeart:
 
     def silence(self) -> float:
         return time.monotonic() - self._answered
+
+    def refused(self) -> bool:
+        return self._refused

@@ -130,6 +130,7 @@ class Vigil:
         if isinstance(error, CollectiveMismatch) or not isinstance(error, DistBackendError):
             return _bare(error)
         limit = time.monotonic() + _GRACE
+        self._warden.suspect([self.global_ranks[rank] for rank in self._engine.failed()])
         try:
             while time.monotonic() < limit:
                 # Another rank's end may be why the one that is needed is lost.

@@ -3,13 +3,16 @@
 Each rank raises its host's count in the store about once a second, from a thread of the native
 core. A second thread, the warden's, watches the count of the next host and the ranks of its own,
 writes into a log in the store whose end it has seen, and reads what others have written there: one
-request at each look. So a rank or host that dies is named everywhere within five seconds; whoever
-waits only looks at what its warden knows.
+request at each look. So a rank that dies is named everywhere within five seconds, and so is a host
+whose connections are closed: they are when all of its processes are dead. A host that is merely
+silent may be frozen (a virtual machine on its way to another) and come back: it is waited for as
+long as `VARIABLE` says. Whoever waits only looks at what its warden knows.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -28,10 +31,26 @@ from phalanx.stores.base import Store
 _log = logs.area("hosts")
 
 _LOOK = 0.4  # seconds between two looks of the warden
-_DEAD = 3.2  # without a sign of life
-_STORE_TIMEOUT = 3.0  # of one request
+_DEAD = 3.2  # without a sign of life, of a host or store whose connections are closed
+_WRITTEN = 3.0  # for an entry of the log that has been announced
 _FAREWELL = 2.5 * _LOOK  # for all wardens to read the log once more
 _ANSWERS = 1.5  # for the wardens of other ranks to say what these do
+
+VARIABLE = "PHALANX_HOST_TIMEOUT"  # seconds for which a host may give no sign of life
+_FROZEN = 30.0  # by default
+_LEAST = 2.0
+
+
+def longest_silence() -> float:
+    """Return the seconds for which a host may be silent before it counts as gone."""
+    text = os.environ.get(VARIABLE, "")
+    try:
+        seconds = float(text or _FROZEN)
+    except ValueError:
+        seconds = 0.0
+    if not seconds >= _LEAST:
+        raise ValueError(f"{VARIABLE} is a number of seconds, {_LEAST:g} or more; got {text!r}")
+    return seconds
 
 
 class StoreLost(PeerFailed):
@@ -71,8 +90,9 @@ class Warden:
     """One rank's view of the other hosts of its world."""
 
     def __init__(self, store: Store, roster: _native.Roster, hosts: Sequence[Host], rank: int):
+        self._limit = longest_silence()
         self._store = store.clone()
-        self._store.set_timeout(_STORE_TIMEOUT)
+        self._store.set_timeout(self._limit)
         self.roster = roster
         self.rank = rank
         self._size = len(hosts)
@@ -88,6 +108,7 @@ class Warden:
         self._published: set[int] = set()  # ranks of this host whose end has been told
         self._closed: set[int] = set()  # ranks whose wardens watch no longer
         self._gone: set[str] = set()  # hosts
+        self._suspected: set[str] = set()  # hosts to which connections have been lost
         self._broken: dict[str, Break] = {}  # by group
         self._left: dict[str, set[int]] = {}  # ranks that have left a group
         self._groups: dict[str, Group] = {}
@@ -163,7 +184,7 @@ class Warden:
             raise PeerFailed(end)
         if self.is_lost():
             silence = f"the store has not answered for {self._heart.silence():.1f} s"
-            raise StoreLost(f"{silence}: {self._why_lost()}")
+            raise StoreLost(f"{silence}: {self._why_lost()}{self._advice(self._heart.refused())}")
 
     def _end_of(self, rank: int, group: str) -> str:
         """Say how a rank has ended, as far as a group is concerned."""
@@ -189,7 +210,22 @@ class Warden:
 
     def is_lost(self) -> bool:
         """Say whether the store cannot be reached: to ask it would only take time."""
-        return self._heart.silence() > _DEAD
+        return self._heart.silence() > self._patience(self._heart.refused())
+
+    def _patience(self, disconnected: bool) -> float:
+        """Return the seconds for which a host, or the store, may be silent."""
+        return min(_DEAD, self._limit) if disconnected else self._limit
+
+    def _advice(self, disconnected: bool) -> str:
+        """Return what to add to an error about silence: how to wait longer, if that may help."""
+        return "" if disconnected else f"; {VARIABLE} ({self._limit:g} s) is how long it may freeze"
+
+    def suspect(self, ranks: Sequence[int]) -> None:
+        """Tell all that connections to these ranks have been lost: their hosts may be gone."""
+        for label, members in self._members.items():
+            if label not in self._suspected and not set(ranks).isdisjoint(members):
+                self._suspected.add(label)
+                self._write(kind="suspected", host=label)
 
     def known_break(self, group: str, number: int) -> Break | None:
         """Return why a collective of a group cannot end, as far as anybody has said so."""
@@ -246,6 +282,7 @@ class Warden:
         Nothing if who was about to write it has died over it, or what was written is malformed.
         """
         try:
+            self._store.wait([key], _WRITTEN)
             return entries.log_entry(self._store.get(key), self._size)
         except StoreError:
             if self._store.check([key]):
@@ -278,6 +315,8 @@ class Warden:
             _native.sentence(self.roster, sorted(told_ranks), entry["text"])
         elif entry["kind"] == "left":
             self._left.setdefault(entry["group"], set()).add(entry["rank"])
+        elif entry["kind"] == "suspected":
+            self._suspected.add(entry["host"])
         elif entry["kind"] == "closed":
             self._closed.add(entry["rank"])
         elif entry["kind"] == "ask":
@@ -306,7 +345,7 @@ class Warden:
         self._read_to(newest)
         if counts != [self._count]:
             self._count, self._since = next(iter(counts), -1), now
-        elif now - self._since > _DEAD:
+        elif now - self._since > self._patience(following in self._suspected):
             self._bury(following, now - self._since)
 
     def _next_host(self) -> str:
@@ -328,7 +367,8 @@ class Warden:
         self._gone.add(label)
         how = (
             f"is gone: its host {self._names[label]} has given no sign of life for "
-            f"{silence:.1f} s (it is down, cut off, or its ranks are dead)"
+            f"{silence:.1f} s (it is down, cut off, or its ranks are dead"
+            f"{self._advice(label in self._suspected)})"
         )
         for rank in self._members[label]:
             if not self.roster.obituary(rank, False):
