@@ -112,7 +112,6 @@ def test_errors_of_one_rank_are_found_before_anything_is_sent(run):
                     lambda tensor: dist.broadcast(tensor, 0),
                     lambda tensor: dist.all_gather([tensor] * 2, tensor),
                     lambda tensor: dist.all_to_all_single(tensor, tensor),
-                    lambda tensor: dist.isend(tensor, 1 - dist.get_rank()),
                 )
             ),
             (RuntimeError, "meta", lambda: dist.broadcast(ones(1, device="meta"), 0)),
@@ -147,6 +146,35 @@ def test_errors_of_one_rank_are_found_before_anything_is_sent(run):
             with pytest.raises(error, match=match):
                 call()
         assert dist.group.WORLD.sequence_number() == 0
+
+    run(body, 2)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
+def test_complex_numbers_of_two_halves(run):
+    def body():
+        rank = dist.get_rank()
+        every = [torch.tensor([1 + 2j, 3 - 1j]) * (each + 1) for each in range(2)]
+        mine = every[rank].to(torch.complex32)
+        total = mine.clone()
+        dist.all_reduce(total)
+        assert total.to(torch.complex64).tolist() == sum(every).tolist()
+        outputs = [torch.zeros_like(mine) for _ in every]
+        dist.all_gather(outputs, mine)
+        assert torch.stack(outputs).to(torch.complex64).equal(torch.stack(every))
+        both = torch.zeros(4, dtype=torch.complex32)
+        dist.all_gather_into_tensor(both, mine)
+        assert both.to(torch.complex64).equal(torch.cat(every))
+        dist.broadcast(mine, 1)
+        assert mine.to(torch.complex64).equal(every[1])
+        if rank == 0:
+            dist.send(total, 1)
+        else:
+            dist.recv(mine, 0)
+            assert mine.to(torch.complex64).tolist() == sum(every).tolist()
+        for op in (ReduceOp.PRODUCT, ReduceOp.MAX):
+            with pytest.raises(ValueError, match=r"does not support .* on torch\.complex32"):
+                dist.all_reduce(mine, op)
 
     run(body, 2)
 

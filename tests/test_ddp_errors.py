@@ -2,6 +2,7 @@
 
 import copy
 import re
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -234,13 +235,13 @@ def test_a_backward_pass_left_by_an_exception_is_told_to_the_others(ranks):
 
 def _different(kind):
     rank = dist.get_rank()
-    sizes = {"shape": 4 + (rank == 1), "count": 4, "name": 4, "dtype": 4}
+    sizes = {"shape": 4 + (rank == 1), "count": 4, "order": 6, "dtype": 4}
     model = nn.Sequential(nn.Linear(6, sizes[kind]), nn.Linear(sizes[kind], 3))
     if rank == 1 and kind == "count":
         model.append(nn.Linear(3, 3))
-    if rank == 1 and kind == "name":
-        model = nn.Sequential(*model, nn.Identity())
-        model[1], model[2] = model[2], model[1]
+    if kind == "order":  # the same names and shapes, in another order on one rank
+        layers = [("a", nn.Linear(6, 6)), ("b", nn.Linear(6, 6))]
+        model = nn.Sequential(OrderedDict(layers[:: 1 if rank != 1 else -1]))
     if rank == 1 and kind == "dtype":
         model[1].double()
     DDP(model)
@@ -251,7 +252,7 @@ def _different(kind):
     [
         ("shape", r"rank  1: .*0\.weight: float32\[5, 6\]"),
         ("count", r"rank  1: 6 parameters, of these 2\.weight"),
-        ("name", r"rank  1: .*2\.weight"),
+        ("order", "rank  1: 4 parameters, in the order b.weight, b.bias, a.weight"),
         ("dtype", r"rank  1: .*1\.weight: float64"),
     ],
 )
@@ -260,6 +261,22 @@ def test_a_model_that_differs_is_described_on_every_rank(kind, fact):
         assert isinstance(error, RuntimeError)
         assert re.search(fact, str(error)), str(error)
         assert "ranks 0, 2: " in str(error)
+
+
+def _named_otherwise():
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    model = nn.Sequential(OrderedDict([(f"layer{rank}", nn.Linear(3, 2, bias=False))]))
+    ddp = DDP(model)
+    ddp(torch.tensor([[1.0, 2.0, 3.0]]) * (rank + 1)).sum().backward()
+    (weight,) = ddp.parameters()
+    return weight.detach(), weight.grad
+
+
+def test_parameters_may_have_other_names():
+    for weight, grad in (results := run_ranks(_named_otherwise, 3)):
+        assert weight.equal(results[0][0])
+        assert grad.equal(torch.tensor([[2.0, 4.0, 6.0]] * 2))
 
 
 def _nonsense(kind):

@@ -79,7 +79,22 @@ def test_all_reduce_with_a_factor():
 def test_all_reduce_without_gradient_is_refused():
     def body():
         with pytest.raises(ValueError, match="BOR"):
-            F.all_reduce(torch.ones(2), dist.ReduceOp.BOR)
+            F.all_reduce(torch.ones(2, requires_grad=True), dist.ReduceOp.BOR)
+        with pytest.raises(ValueError, match="MAX"):
+            F.reduce(torch.ones(2, requires_grad=True), 0, dist.ReduceOp.MAX)
+
+    run_ranks(body, 2, backend="memory")
+
+
+def test_what_has_no_gradient_can_be_reduced_in_every_way():
+    def body():
+        rank = dist.get_rank()
+        assert F.all_reduce(torch.tensor([1 << rank]), dist.ReduceOp.BOR).tolist() == [3]
+        largest = F.reduce(torch.tensor([5.0 - rank, rank]), 1, dist.ReduceOp.MAX)
+        assert largest.tolist() == ([5.0, 1.0] if rank == 1 else [0.0, 0.0])
+        inputs = [torch.tensor([rank + 2 * each + 1]) for each in range(2)]
+        product = F.reduce_scatter(torch.tensor([0]), inputs, dist.ReduceOp.PRODUCT)
+        assert product.tolist() == [[2], [12]][rank]
 
     run_ranks(body, 2, backend="memory")
 

@@ -82,6 +82,23 @@ def test_bad_lists(run):
                 dist.scatter_object_list([None], None)
             with pytest.raises(ValueError, match="object_gather_list"):
                 dist.gather_object(1)
+            with pytest.raises(ValueError, match="3 for 2"):
+                dist.scatter_object_list([None], [1, 2, 3])
+            with pytest.raises(ValueError, match="1 for 2"):
+                dist.gather_object(1, [None])
+
+    run(body, 2)
+
+
+def test_lists_may_have_spare_places(run):
+    def body():
+        rank = dist.get_rank()
+        places = [None, None, "spare"]
+        dist.all_gather_object(places, rank + 1)
+        assert places == [1, 2, "spare"]
+        places = [None, None, "spare"]
+        dist.gather_object("ab"[rank], places if rank == 1 else None, 1)
+        assert places == (["a", "b", "spare"] if rank == 1 else [None, None, "spare"])
 
     run(body, 2)
 

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -54,6 +55,49 @@ def test_bad_arguments(run):
             dist.isend(torch.ones(1), 0, tag=-1)
         with pytest.raises(TypeError, match="tensor"):
             dist.irecv([1.0], 0)
+
+    run(body, 2)
+
+
+# Types that collectives refuse.
+PACKED = [torch.uint1, torch.uint4, torch.int7, torch.bits8, torch.bits16, torch.bits2x4]
+
+
+@pytest.mark.parametrize("dtype", PACKED)
+def test_elements_of_any_type_can_be_sent(run, dtype):
+    given = torch.arange(1, 13, dtype=torch.uint8)
+
+    def body():
+        if dist.get_rank() == 0:
+            dist.send(given.view(dtype), 1)
+            dist.batch_isend_irecv([dist.P2POp(dist.isend, given.view(dtype), 1)])[0].wait()
+        else:
+            first, second = torch.zeros_like(given), torch.zeros_like(given)
+            dist.recv(first.view(dtype), 0)
+            dist.irecv(second.view(dtype), 0).wait()
+            assert first.tolist() == second.tolist() == given.tolist()
+
+    run(body, 2)
+
+
+def test_integers_of_other_libraries(run):
+    def body():
+        rank = dist.get_rank()
+        one, nothing = np.int64(1), torch.tensor(0)
+        tensor = torch.tensor([rank + 3.0])
+        if rank == 0:
+            dist.send(tensor, one, tag=np.int32(7))
+            dist.send(tensor, group_dst=one, tag=torch.tensor(8))
+        else:
+            dist.recv(tensor, nothing, tag=7)
+            assert tensor.tolist() == [3.0]
+            dist.recv(tensor, group_src=nothing, tag=8)
+        dist.broadcast(tensor, nothing)
+        dist.reduce(tensor, group_dst=one)
+        assert tensor.tolist() == [6.0 if rank else 3.0]
+        for wrong in (np.int64(2), torch.tensor(-1), np.float64(0.5), "1"):
+            with pytest.raises(ValueError, match="world"):
+                dist.broadcast(tensor, group_src=wrong)
 
     run(body, 2)
 

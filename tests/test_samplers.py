@@ -247,9 +247,15 @@ def test_bad_places_are_refused():
         DistributedSampler(range(4), 0, 0)
     with pytest.raises(ValueError, match="num_replicas and rank"):
         DistributedSampler(range(4), 2)
-    with pytest.raises(ValueError, match="3 samples are fewer than the 4 ranks"):
-        DistributedSampler(range(3), 4, 0, drop_last=True)
     assert list(DistributedSampler([], 4, 0, drop_last=True)) == []
+
+
+def test_fewer_samples_than_ranks_can_all_be_dropped():
+    with pytest.warns(UserWarning, match="3 samples are fewer than the 4 ranks"):
+        sampler = DistributedSampler(range(3), 4, 0, drop_last=True)
+    theirs = Theirs(range(3), 4, 0, drop_last=True)
+    assert list(sampler) == list(theirs) == []
+    assert len(sampler) == len(theirs) == 0
 
 
 @pytest.mark.parametrize("cls", [DistributedSampler, LengthGroupedSampler])

@@ -62,7 +62,7 @@ def test_bad_arguments_of_init(alone):
         ({"store": store, "rank": 0, "world_size": 0}, "world_size"),
         ({"store": store, "init_method": "env://", "rank": 0, "world_size": 1}, "not both"),
         ({"timeout": -1}, "negative"),
-        ({"device_id": torch.device("cuda", 0)}, "cpu"),
+        ({"device_id": torch.device("cuda", 0)}, "no backend for cuda"),
     ]:
         with pytest.raises(ValueError, match=match):
             dist.init_process_group("memory", **wrong)
@@ -78,7 +78,13 @@ def test_bad_arguments_of_init(alone):
 
 
 def test_backend_per_device(alone):
-    dist.init_process_group("cpu:memory,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(
+        "cpu:memory,cuda:nccl",
+        store=dist.HashStore(),
+        rank=0,
+        world_size=1,
+        device_id=torch.device("cuda", 0),
+    )
     assert dist.get_backend() == "cpu:memory,cuda:nccl"
     assert dist.get_backend_config() == "cpu:memory,cuda:nccl"
     with pytest.raises(dist.DistBackendError, match="meta"):

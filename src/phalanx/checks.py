@@ -6,8 +6,9 @@ Types are a TypeError, values a ValueError, devices and splits a RuntimeError, a
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from typing import Any, TypeGuard, cast
+from typing import Any, SupportsIndex, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -20,6 +21,19 @@ from phalanx.groups import ProcessGroup
 from phalanx.types import DTYPES, ReduceOp
 
 _STRIDED = torch.strided
+
+# Reductions of complex numbers that are those of their parts.
+_BY_PARTS = frozenset({"SUM", "AVG", "PREMUL_SUM"})
+
+# Types that only messages can carry, and as what they do: those of bits and of less than a byte.
+_BYTES = {
+    getattr(torch, name): torch.int16 if name == "bits16" else torch.uint8
+    for name in (
+        *(f"{kind}{bits}" for kind in ("uint", "int") for bits in range(1, 8)),
+        *("bits8", "bits16", "bits1x8", "bits2x4", "bits4x2", "float4_e2m1fn_x2"),
+    )
+    if hasattr(torch, name)
+}
 
 
 def plain(tensor: object) -> TypeGuard[Tensor]:
@@ -57,9 +71,23 @@ def movable(value: Any, name: str, operation: str, written: bool = True) -> Tens
             f"{operation} cannot use {name}, a view whose conjugation or negation is still to be "
             "done; do it with .resolve_conj().resolve_neg()"
         )
+    if value.dtype is torch.complex32:
+        return torch.view_as_real(value)
     if value.dtype not in DTYPES:
-        raise TypeError(f"{operation} cannot move elements of {value.dtype} ({name})")
+        raise TypeError(
+            f"{operation} cannot move elements of {value.dtype} ({name}): pass the bytes, with "
+            ".view(torch.uint8)"
+        )
     return value
+
+
+def message(value: Any, name: str, operation: str, written: bool = True) -> Tensor:
+    """Return argument ``name`` of a message, whose elements may be of any type."""
+    if plain(value):
+        return value
+    if isinstance(value, Tensor) and value.dtype in _BYTES and value.is_cpu:
+        return value.view(_BYTES[value.dtype])
+    return movable(value, name, operation, written)
 
 
 def reducible(value: Any, name: str, operation: str, op: ReduceOp, written: bool = True) -> Tensor:
@@ -67,10 +95,11 @@ def reducible(value: Any, name: str, operation: str, op: ReduceOp, written: bool
     if dtype_code(value) in op.codes:
         return cast(Tensor, value)
     tensor = movable(value, name, operation, written)
-    if tensor.dtype not in op.dtypes:
+    is_paired = isinstance(value, Tensor) and value.dtype is torch.complex32
+    if tensor.dtype not in op.dtypes or (is_paired and op.name not in _BY_PARTS):
         if op == ReduceOp.PREMUL_SUM:
             raise ValueError(f"{operation}: PREMUL_SUM needs its factor, as ReduceOp.premul_sum(2)")
-        raise ValueError(f"{operation} does not support {op} on {tensor.dtype} tensors")
+        raise ValueError(f"{operation} does not support {op} on {value.dtype} tensors")
     return tensor
 
 
@@ -156,7 +185,7 @@ def peer(
         if global_rank is not None:
             raise ValueError(f"{operation} takes {name} or group_{name}, not both")
         group.to_global_rank(group_rank)
-        return group_rank
+        return operator.index(group_rank)  # NumPy's integers, too
     if global_rank is None:
         raise ValueError(f"{operation} needs {name} (a global rank) or group_{name}")
     return group.to_group_rank(global_rank)
@@ -164,6 +193,8 @@ def peer(
 
 def tag(value: Any, operation: str) -> int:
     """Return a message tag, an integer of at most 31 bits."""
+    if type(value) is not int and isinstance(value, SupportsIndex):
+        value = operator.index(value)
     if not isinstance(value, int) or not 0 <= value < 1 << 31:
         raise ValueError(f"{operation} needs a tag from 0 to 2**31 - 1, got {value!r}")
     return value

@@ -50,9 +50,9 @@ def scatter(tensors: Sequence[Tensor], src: int = 0, group: ProcessGroup | None 
 def reduce(
     tensor: Tensor, dst: int, op: ReduceOp = ReduceOp.SUM, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Return the reduction, SUM or AVG, on global rank ``dst``, zeros elsewhere."""
+    """Return the reduction on global rank ``dst``, zeros elsewhere; SUM and AVG have a gradient."""
     root = checks.peer(resolve(group), dst, None, "dst", "reduce")
-    return _one(_Reduce, root, _linear(op, "reduce"), group, tensor)
+    return _one(_Reduce, root, _linear(op, "reduce", tensor), group, tensor)
 
 
 def reduce_scatter(
@@ -61,11 +61,12 @@ def reduce_scatter(
     op: ReduceOp = ReduceOp.SUM,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the reduction, SUM or AVG, of everybody's ``input_list[i]`` on rank i.
+    """Return the reduction of everybody's ``input_list[i]`` on rank i; SUM and AVG have a gradient.
 
     It is written to ``output`` and returned; what is returned carries the gradient.
     """
-    return _one(_ReduceScatter, _linear(op, "reduce_scatter"), group, output.detach(), *input_list)
+    op = _linear(op, "reduce_scatter", *input_list)
+    return _one(_ReduceScatter, op, group, output.detach(), *input_list)
 
 
 def all_gather(tensor: Tensor, group: ProcessGroup | None = None) -> tuple[Tensor, ...]:
@@ -137,14 +138,20 @@ def all_reduce(
     if op.name in ("MIN", "MAX"):
         stacked = torch.stack(all_gather(tensor, group))
         return stacked.amin(dim=0) if op.name == "MIN" else stacked.amax(dim=0)
-    raise ValueError(f"all_reduce with {op} has no gradient")
+    if _has_gradient(tensor):
+        raise ValueError(f"all_reduce with {op} has no gradient")
+    return _one(_AllReduce, op, group, tensor)
 
 
-def _linear(op: ReduceOp, operation: str) -> ReduceOp:
+def _linear(op: ReduceOp, operation: str, *tensors: Tensor) -> ReduceOp:
     op = ReduceOp(op)
-    if op.name not in _LINEAR:
+    if op.name not in _LINEAR and _has_gradient(*tensors):
         raise ValueError(f"differentiable {operation} supports {', '.join(_LINEAR)}, not {op}")
     return op
+
+
+def _has_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def _one(function: type[Function], *args: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn, cast
 
@@ -91,6 +92,9 @@ class ProcessGroup(GroupCalls):
         try:
             return self.group_ranks[global_rank]
         except (KeyError, TypeError):
+            index = _index(global_rank)  # of a tensor, say, which has a hash of its own
+            if index in self.group_ranks:
+                return self.group_ranks[index]
             raise ValueError(
                 f"global rank {global_rank!r} is not in group {self.group_name!r} "
                 f"(its ranks: {self.ranks})"
@@ -98,12 +102,13 @@ class ProcessGroup(GroupCalls):
 
     def to_global_rank(self, group_rank: int) -> int:
         """Translate a group rank, ValueError if there is none such."""
-        if not isinstance(group_rank, int) or not 0 <= group_rank < len(self.ranks):
+        index = _index(group_rank)
+        if not 0 <= index < len(self.ranks):
             raise ValueError(
                 f"group rank {group_rank!r} does not exist in group {self.group_name!r} "
                 f"of {len(self.ranks)} ranks"
             )
-        return self.ranks[group_rank]
+        return self.ranks[index]
 
     def monitored_barrier(
         self, timeout: Timeout | None = None, wait_all_ranks: bool = False
@@ -137,3 +142,11 @@ class ProcessGroup(GroupCalls):
             f"<ProcessGroup {self.group_name!r} ({self.group_desc}): "
             f"rank {self._rank} of {self.ranks}, {self.config!r}>"
         )
+
+
+def _index(rank: Any) -> int:
+    """Read an integer of any library's, -1 if it is none."""
+    try:
+        return operator.index(rank)
+    except TypeError:
+        return -1

@@ -60,6 +60,8 @@ def gather_object(
     root = checks.peer(member, dst, group_dst, "dst", "gather_object")
     is_root = root == member.rank()
     checks.only_on_root(object_gather_list, "object_gather_list", is_root, "dst", "gather_object")
+    if object_gather_list is not None and is_root:
+        _room(object_gather_list, "object_gather_list", "gather_object", member.size())
     data = _pack(obj)
     sizes = _sizes_of_all(data, member)
     longest = max(sizes)
@@ -71,7 +73,6 @@ def gather_object(
         group_dst=root,
     )
     if packed is not None and object_gather_list is not None:
-        _room(object_gather_list, "object_gather_list", "gather_object", member.size())
         for i, size in enumerate(sizes):
             object_gather_list[i] = _unpack(packed[i, :size], weights_only)
 
@@ -130,6 +131,7 @@ def scatter_object_list(
             "scatter_object_input_list",
             "scatter_object_list",
             member.size(),
+            spare=False,
         )
         packed = _pack_each(scatter_object_input_list)
     sizes = _sizes(packed, member.size())
@@ -189,8 +191,8 @@ def recv_object_list(
     return source
 
 
-def _room(objects: Sequence[Any], name: str, operation: str, size: int) -> None:
-    if len(objects) != size:
+def _room(objects: Sequence[Any], name: str, operation: str, size: int, spare: bool = True) -> None:
+    if len(objects) < size or (len(objects) > size and not spare):
         raise ValueError(
             f"{operation} needs one place per rank in {name}: got {len(objects)} for {size} ranks"
         )

@@ -34,7 +34,7 @@ def send(
     if peer == member.rank():
         raise ValueError(f"send from rank {peer} to itself would block: use isend")
     if not plain(tensor):
-        tensor = checks.movable(tensor, "tensor", "send", False)
+        tensor = checks.message(tensor, "tensor", "send", False)
     active(member).send(tensor, peer, checks.tag(tag, "send"))
 
 
@@ -54,7 +54,7 @@ def isend(
         return None
     peer = checks.peer(member, dst, group_dst, "dst", "isend")
     if not plain(tensor):
-        tensor = checks.movable(tensor, "tensor", "isend", False)
+        tensor = checks.message(tensor, "tensor", "isend", False)
     return active(member).send(tensor, peer, checks.tag(tag, "isend"), async_op=True)
 
 
@@ -74,7 +74,7 @@ def recv(
         return -1
     peer = _source(member, src, group_src, "recv")
     if not plain(tensor):
-        tensor = checks.movable(tensor, "tensor", "recv")
+        tensor = checks.message(tensor, "tensor", "recv")
     source = active(member).recv(tensor, peer, checks.tag(tag, "recv"))
     return member.ranks[cast(int, source)]
 
@@ -96,7 +96,7 @@ def irecv(
         return None
     peer = _source(member, src, group_src, "irecv")
     if not plain(tensor):
-        tensor = checks.movable(tensor, "tensor", "irecv")
+        tensor = checks.message(tensor, "tensor", "irecv")
     work = active(member).recv(tensor, peer, checks.tag(tag, "irecv"), async_op=True)
     return cast(Work, work)
 
@@ -128,7 +128,7 @@ class P2POp:
         if op not in (isend, irecv):
             raise ValueError(f"Invalid ``op`` of a P2POp: {op!r} (isend or irecv)")
         self.op = op
-        self.tensor = checks.movable(tensor, "tensor", "P2POp", written=op is irecv)
+        self.tensor = checks.message(tensor, "tensor", "P2POp", written=op is irecv)
         self.group = resolve(group)
         self.group_peer = checks.peer(self.group, peer, group_peer, "peer", "P2POp")
         self.peer = self.group.to_global_rank(self.group_peer)

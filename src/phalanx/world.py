@@ -311,7 +311,7 @@ def init_process_group(
     ``init_method``, a URL; with neither, by what the launcher left in the environment.
     ``backend`` is a name or one per device (``"cpu:phalanx,cuda:nccl"``), ``timeout`` the default
     of all operations of the default group. ``pg_options`` are passed to the backend, ``device_id``
-    may be the CPU, and ``group_name`` has no effect. In a thread that belongs to a rank, this is
+    and ``group_name`` have no effect. In a thread that belongs to a rank, this is
     the world of that rank alone.
     """
     slot = _bound.slot
@@ -319,12 +319,16 @@ def init_process_group(
         raise ValueError(
             "init_process_group was called twice: call destroy_process_group in between"
         )
-    if device_id is not None and (
-        isinstance(device_id, int) or torch.device(device_id).type != "cpu"
-    ):
-        raise ValueError(f"device_id must be the cpu or None in this version, got {device_id!r}")
     limit = seconds(default_pg_timeout if timeout is None else timeout)
     config = BackendConfig(backend)
+    if device_id is not None and (kind := torch.device(device_id).type) not in (
+        "cpu",
+        *config.device_backend_map,
+    ):
+        raise ValueError(
+            f"device_id is {device_id!r}, and {config!r} has no backend for {kind}: name one per "
+            "device, such as 'cpu:phalanx,cuda:nccl', or leave device_id out"
+        )
     if store is not None and init_method is not None:
         raise ValueError("init_process_group takes an init_method or a store, not both")
     if store is not None and (world_size < 1 or rank < 0):

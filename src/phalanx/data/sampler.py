@@ -8,6 +8,7 @@ another number of ranks. No sampler draws from torch's default generator.
 
 from __future__ import annotations
 
+import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Sized
@@ -46,9 +47,10 @@ class EpochSampler(Sampler[int], ABC):
         self.epoch = 0
         self.drop_last = drop_last
         if drop_last and 0 < length < self.num_replicas:
-            raise ValueError(
+            warnings.warn(
                 f"{type(self).__name__}: {length} samples are fewer than the {self.num_replicas} "
-                "ranks, and drop_last would leave none: use fewer ranks, or drop_last=False"
+                "ranks, and drop_last leaves none: use fewer ranks, or drop_last=False",
+                stacklevel=3,
             )
         self._length = length
         self.num_samples = self._share(length)

@@ -24,7 +24,10 @@ _SHOWN = 8  # differences listed in a message
 def verify_parameters(
     group: ProcessGroup, names: Sequence[str], parameters: Sequence[Tensor]
 ) -> None:
-    """Raise RuntimeError on all ranks unless they have parameters alike: names, shapes, dtypes."""
+    """Raise RuntimeError on all ranks unless they have parameters alike: shapes, dtypes, order.
+
+    Names may differ, as long as none stands for another parameter on another rank.
+    """
     own = [
         f"{name}: {str(p.dtype).removeprefix('torch.')}{list(p.shape)}"
         + ("" if p.is_contiguous() else f" strides {list(p.stride())}")
@@ -39,11 +42,25 @@ def verify_parameters(
         return
     models: list[Any] = [None] * group.size()
     all_gather_object(models, own, group=group)
+    if _fit(models):
+        return
     raise RuntimeError(
         f"rank {group.ranks[group.rank()]}: DistributedDataParallel needs the same model on all "
         f"ranks, but the parameters differ:\n{_differences(group, models)}\n"
         "build the model from the same configuration on every rank"
     )
+
+
+def _fit(models: Sequence[Sequence[str]]) -> bool:
+    """Say whether models differ in nothing but the names of parameters."""
+    places: dict[str, int] = {}
+    forms: set[tuple[str, ...]] = set()
+    for model in models:
+        names, kinds = zip(*(entry.rsplit(": ", 1) for entry in model), strict=True)
+        forms.add(kinds)
+        if any(places.setdefault(name, place) != place for place, name in enumerate(names)):
+            return False
+    return len(forms) == 1
 
 
 def _differences(group: ProcessGroup, models: Sequence[Sequence[str]]) -> str:
@@ -52,14 +69,20 @@ def _differences(group: ProcessGroup, models: Sequence[Sequence[str]]) -> str:
     lines: dict[str, list[int]] = {}
     for rank, model in zip(group.ranks, models, strict=True):
         own = [entry for entry in model if entry not in common]
-        text = ", ".join(own[:_SHOWN]) + (f" and {len(own) - _SHOWN} more" * (len(own) > _SHOWN))
-        if not own:
-            text = "nothing of its own" if len(common) < max(map(len, models)) else "another order"
-        lines.setdefault(f"{len(model)} parameters, of these {text}", []).append(rank)
+        if not own and len(common) == max(map(len, models)):
+            text = f"in the order {_listed([entry.rsplit(': ', 1)[0] for entry in model])}"
+        else:
+            text = f"of these {_listed(own) or 'nothing of its own'}"
+        lines.setdefault(f"{len(model)} parameters, {text}", []).append(rank)
     return "\n".join(
         f"  {'rank ' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: {text}"
         for text, ranks in lines.items()
     )
+
+
+def _listed(entries: Sequence[str]) -> str:
+    more = f" and {len(entries) - _SHOWN} more" if len(entries) > _SHOWN else ""
+    return ", ".join(entries[:_SHOWN]) + more
 
 
 def sync_module_states(
