@@ -18,7 +18,7 @@ from phalanx.doctor import probes
 from phalanx.doctor.findings import Finding, Host
 from phalanx.doctor.verdicts import judge
 from phalanx.errors import DistError
-from phalanx.stores import PrefixStore, Store, TCPStore
+from phalanx.stores import PrefixStore, Store, TCPStore, secret
 from phalanx.stores.addresses import (
     host_address,
     interfaces,
@@ -116,7 +116,13 @@ def _at_first(names: list[str], me: int, port: int, wait: float) -> Meeting:
             f"the hosts are to meet at port {port} here, which cannot be opened: {error.strerror}; "
             "choose another on all of them: --port"
         ) from None
-    store = TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=listener.detach())
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        master_listen_fd=listener.detach(),
+        secret=secret.own(),  # open if there is none: for a moment, and for nothing but reports
+    )
     return Meeting(store, names, me, own_address(names[0], port), closes_last=True)
 
 

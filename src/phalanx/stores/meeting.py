@@ -1,6 +1,6 @@
 """How the ranks of a job on one machine meet when nobody gave them an address.
 
-Rank 0 runs a store on a free port and writes its address, with a secret made for the occasion, to
+Rank 0 runs a store on a free port and writes its address, with a token made for the occasion, to
 a file in a directory that only this user can enter. The file's name is a hash of what the ranks of
 one job share and no other job has (see `rendezvous`). The last rank to arrive removes it.
 
@@ -13,19 +13,20 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
-import secrets
 import stat
 import tempfile
 import time
 from pathlib import Path
 
 from phalanx.errors import DistNetworkError, DistStoreError, StoreTimeout
-from phalanx.stores import TCPStore
+from phalanx.stores import TCPStore, secret
 
 # A server on this machine that is alive answers within this time.
 _CONNECT_SECONDS = 5.0
 _HOST = "127.0.0.1"
+_REFUSED_SECONDS = 5.0  # for rank 0 to replace an address at which another job answers
 
 
 def private_directory() -> Path:
@@ -57,12 +58,13 @@ def meet(identity: tuple[str, ...], rank: int, world_size: int, timeout: float) 
 
 
 def _host(path: Path, timeout: float) -> TCPStore:
-    secret = secrets.token_hex(32)
-    store = TCPStore(_HOST, 0, is_master=True, timeout=timeout, secret=secret)
+    token = secret.token()
+    mixed = secret.mixed(token)
+    store = TCPStore(_HOST, 0, is_master=True, timeout=timeout, secret=mixed)
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump({"port": store.port, "secret": secret}, file)
+            json.dump({"port": store.port, "token": token}, file)
         draft.replace(path)  # at once: nobody reads half of it
     except OSError as error:
         draft.unlink(missing_ok=True)
@@ -75,17 +77,28 @@ def _host(path: Path, timeout: float) -> TCPStore:
 def _find(path: Path, identity: tuple[str, ...], timeout: float) -> TCPStore:
     deadline = time.monotonic() + timeout
     tried = found = ""
+    retry = math.inf  # when to ask once more where this process was refused
     pause = 0.001
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError):
             found = path.read_text()
-        if found != tried:
-            tried = found
+        if found != tried or time.monotonic() > retry:
+            is_second = found == tried
+            tried, retry = found, math.inf
             address = json.loads(found)
-            with contextlib.suppress(DistNetworkError):
+            try:
                 store = TCPStore(
-                    _HOST, address["port"], timeout=_CONNECT_SECONDS, secret=address["secret"]
+                    _HOST,
+                    address["port"],
+                    timeout=_CONNECT_SECONDS,
+                    secret=secret.mixed(address["token"]),
                 )
+            except DistNetworkError as error:
+                if secret.is_about_secrets(error):
+                    if is_second:
+                        raise
+                    retry = time.monotonic() + _REFUSED_SECONDS
+            else:
                 store.set_timeout(timeout)
                 return store
         time.sleep(min(pause, max(0.0, deadline - time.monotonic())))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any
 
 from phalanx.errors import DistError
 from phalanx.extras import need
+from phalanx.stores import secret
 from phalanx.stores.addresses import host_address, is_loopback, network
 from phalanx.stores.arrival import arrive
 from phalanx.stores.tcp import TCPStore
@@ -41,14 +41,15 @@ def meet_over_mpi(timeout: float) -> TCPStore:
                     "rank 0 runs on a host whose only address is its own (127.0.0.1); set "
                     "MASTER_ADDR and MASTER_PORT to where other hosts can reach it"
                 )
-            secret = secrets.token_hex(32)
-            store = TCPStore(host, 0, is_master=True, timeout=timeout, secret=secret)
-            told = store.port, secret
+            token = secret.token()
+            mixed = secret.mixed(token)
+            store = TCPStore(host, 0, is_master=True, timeout=timeout, secret=mixed)
+            told = store.port, token
         except Exception as error:
             told = str(error)
     told = world.bcast(told, 0)
     if isinstance(told, str):
         raise DistError(f"rank {rank} of {size}: rank 0 could not run a store: {told}")
     if store is None:
-        store = arrive(host, told[0], rank, timeout, not one_machine, told[1])
+        store = arrive(host, told[0], rank, timeout, not one_machine, secret.mixed(told[1]))
     return store

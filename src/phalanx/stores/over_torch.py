@@ -3,13 +3,15 @@
 torchrun's agent runs a store of torch's, which all its ranks can reach. Rank 0 runs one of ours
 beside it and writes there where. The agent may start its ranks again, with the same store: what it
 holds then is of ranks that have ended, and nobody answers there who knows the secret.
+
+Torch's store is open to all who can connect. So what rank 0 writes there is not the secret of its
+store, unless the job has none: both are made of it.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import secrets
 import socket
 import time
 from datetime import timedelta
@@ -18,6 +20,7 @@ from typing import Any
 import torch.distributed
 
 from phalanx.errors import DistNetworkError
+from phalanx.stores import secret
 from phalanx.stores.addresses import is_loopback, network, own_address
 from phalanx.stores.arrival import ASTRAY, Search, Trouble, describe
 from phalanx.stores.tcp import TCPStore
@@ -40,12 +43,14 @@ def meet_over_torch(host: str, port: int, rank: int, timeout: float) -> TCPStore
 
 
 def _serve(board: Any, host: str, port: int, timeout: float) -> TCPStore:
-    address, secret = own_address(host, port), secrets.token_hex(32)
-    store = TCPStore(address, 0, is_master=True, timeout=timeout, secret=secret)
+    address, token = own_address(host, port), secret.token()
+    secret.warn_without(address, "what guards this job's store is in torchrun's, open to all")
+    mixed = secret.mixed(token)
+    store = TCPStore(address, 0, is_master=True, timeout=timeout, secret=mixed)
     place = {
         "address": address,
         "port": store.port,
-        "secret": secret,
+        "token": token,
         "network": network(),
         "host": socket.gethostname(),
     }
@@ -75,10 +80,13 @@ def _find(board: Any, rank: int, timeout: float) -> TCPStore:
             continue
         try:
             limit = max(min(search.left, _CONNECT_SECONDS), 0.0)
-            store = TCPStore(host, port, timeout=limit, secret=place["secret"])
-        except DistNetworkError:
+            store = TCPStore(host, port, timeout=limit, secret=secret.mixed(place["token"]))
+        except DistNetworkError as error:
             # Unless this is of ranks that have ended, and rank 0 is about to write anew.
-            search.meet(describe(host, port, False) or _ENDED)
+            refused = Trouble(str(error), "look at the environment of both ranks", ASTRAY)
+            ended = refused if secret.is_about_secrets(error) else _ENDED
+            search.meet(describe(host, port, False) or ended)
+            time.sleep(_LOOK)
             continue
         store.set_timeout(timeout)
         return store

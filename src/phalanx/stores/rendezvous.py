@@ -79,7 +79,7 @@ def rendezvous(
     parts = urlsplit(url)
     if parts.scheme not in _handlers:
         known = ", ".join(f"{scheme}://" for scheme in sorted(_handlers))
-        raise ValueError(f"rendezvous: unknown scheme in '{url}' (known: {known})")
+        raise ValueError(f"rendezvous: unknown scheme in '{_shown(url)}' (known: {known})")
     query = dict(parse_qsl(parts.query))
     for name, number in (("rank", rank), ("world_size", world_size)):
         if isinstance(number, bool) or not isinstance(number, int):
@@ -87,10 +87,19 @@ def rendezvous(
         if number == -1:
             continue
         if name in query:
-            raise ValueError(f"rendezvous: {name} is given as an argument and in '{url}'; give one")
+            raise ValueError(
+                f"rendezvous: {name} is given as an argument and in '{_shown(url)}'; give one"
+            )
         query[name] = str(number)
     text = "&".join(f"{name}={value}" for name, value in query.items())
     return _handlers[parts.scheme](parts._replace(query=text).geturl(), **kwargs)
+
+
+def _shown(url: str) -> str:
+    """Return a URL as it may be printed: without a password."""
+    parts = urlsplit(url)
+    _, at, place = parts.netloc.rpartition("@")
+    return parts._replace(netloc=f"...@{place}").geturl() if at else url
 
 
 # --- worlds that follow each other at one place
@@ -147,22 +156,24 @@ def _number(name: str, text: str, source: str) -> int:
 
 
 def _rank_and_size(url: str) -> tuple[int, int]:
-    query = dict(parse_qsl(urlsplit(url).query))
+    query, shown = dict(parse_qsl(urlsplit(url).query)), _shown(url)
     for name, meaning in (
         ("rank", "the number of this process, from 0"),
         ("world_size", "how many processes there are"),
     ):
         if name not in query:
             raise ValueError(
-                f"{url}: {name} ({meaning}) is missing; pass it as an argument or in the query"
+                f"{shown}: {name} ({meaning}) is missing; pass it as an argument or in the query"
             )
-    return _number("rank", query["rank"], url), _number("world_size", query["world_size"], url)
+    return _number("rank", query["rank"], shown), _number("world_size", query["world_size"], shown)
 
 
 def _tcp(url: str, timeout: Timeout = DEFAULT_TIMEOUT, **_: object) -> Rendezvous:
     parts = urlsplit(url)
     if not parts.hostname or parts.port is None:
-        raise ValueError(f"{url}: must name rank 0's host and port, as in tcp://10.0.0.1:29500")
+        raise ValueError(
+            f"{_shown(url)}: must name rank 0's host and port, as in tcp://10.0.0.1:29500"
+        )
     rank, world_size = _rank_and_size(url)
     yield _at(parts.hostname, parts.port, rank, timeout), rank, world_size
     raise _once("tcp://")
@@ -405,7 +416,7 @@ def _run_identity(environment: Mapping[str, str]) -> tuple[str, ...]:
     job = environment.get("PHALANX_JOB", "")
     if not job or job.rpartition(":")[2] != environment.get("MASTER_PORT"):
         return ()
-    return ("phalanx run", job, environment.get("PHALANX_SECRET", ""))
+    return ("phalanx run", job)
 
 
 def _torchrun_identity(environment: Mapping[str, str]) -> tuple[str, ...]:

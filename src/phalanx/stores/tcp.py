@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
 
 from phalanx import _native, logs
 from phalanx.errors import StoreTimeout
+from phalanx.stores import secret as job_secret
 from phalanx.stores.base import DEFAULT_TIMEOUT, Timeout, seconds
 from phalanx.stores.core import CoreStore
 
 _log = logs.area("store")
-
-SECRET_VARIABLE = "PHALANX_SECRET"
 
 # Servers that further masters of this process may share (`multi_tenant`), by address.
 _tenancies: weakref.WeakValueDictionary[tuple[str, int], _native.StoreServer] = (
@@ -29,7 +27,8 @@ class TCPStore(CoreStore):
     The server listens on `host_name` and nothing else. Port 0 picks a free one, to be read from
     `port`. If there is a `secret` (by default the environment variable PHALANX_SECRET), server and
     clients prove to each other that they know it before anything else is said; it proves identity
-    and does not encrypt.
+    and does not encrypt. A master without one warns if other hosts can reach it; `secret=""` says
+    that this is meant.
 
     `set` returns when it is on its way: whatever is asked through this store next, in any thread,
     comes after it. All other operations return when they are done.
@@ -61,14 +60,19 @@ class TCPStore(CoreStore):
             raise ValueError(f"TCPStore: port must be from 0 to 65535, not {port}")
         if port == 0 and not is_master:
             raise ValueError("TCPStore: port 0 is for the master; a client needs the port it chose")
+        is_told = secret is not None
         if secret is None:
-            secret = os.environ.get(SECRET_VARIABLE, "")
+            secret = job_secret.own()
         self._host = host_name
         self._server: _native.StoreServer | None = None
         if is_master:
             fd = -1 if master_listen_fd is None else master_listen_fd
+            is_open = not secret and not is_told
+            where = job_secret.listening_address(host_name, master_listen_fd) if is_open else ""
             self._server = _serve(host_name, port, secret, fd, multi_tenant)
             port = self._server.port
+            if is_open:
+                job_secret.warn_without(where, f"the store at {host_name}:{port} has no secret")
             _log.info("serving a store at %s:%d", host_name, port)
         self._port = port
         _log.debug("connecting to the store at %s:%d", host_name, port)

@@ -3,8 +3,9 @@
 Gloo gives a connection to whoever comes first and sends a small number. So the first messages on
 every connection are a challenge and its answer, in both directions: an HMAC of who answers whom and
 of both challenges, under a token that came through the group's store, where only the job's ranks
-are let in. Nothing else is read before. Then all tell each other that they found nothing wrong. If
-one did, Gloo has no way to take the stranger's place back: all connect anew.
+are let in, and under the job's secret, if it has one. Nothing else is read before. Then all tell
+each other that they found nothing wrong. If one did, Gloo has no way to take the stranger's place
+back: all connect anew.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from phalanx import bystanders, logs
 from phalanx.backends.engines.gloo import FOR_EVER, end_waits
 from phalanx.backends.registry import BackendOptions
 from phalanx.errors import DistError, DistNetworkError
+from phalanx.stores import secret
 from phalanx.types import Deadline
 
 _log = logs.area("engines")
@@ -53,8 +55,8 @@ def connect(
     if options.group_size == 1:
         return make(0)
     if options.group_rank == 0:
-        options.store.set("proof/token", secrets.token_hex(_BYTES))
-    token = bytes.fromhex(options.store.get("proof/token").decode())
+        options.store.set("proof/token", secret.token())
+    token = secret.mixed(options.store.get("proof/token").decode()).encode()
     for attempt in range(_TRIES):
         groups = make(attempt)
         proofs = _Proofs(options, token, attempt, groups, hang_up)
@@ -74,7 +76,9 @@ def connect(
             )
     raise DistNetworkError(
         f"{told}; after {_TRIES} tries: something that is not of this job connects to the ports of "
-        "its ranks; use a network, or an interface (GLOO_SOCKET_IFNAME), that others cannot reach"
+        "its ranks, or ranks have different secrets; use a network, or an interface "
+        f"(GLOO_SOCKET_IFNAME), that others cannot reach, and set {secret.VARIABLE} to the same "
+        "value everywhere"
     )
 
 
@@ -146,7 +150,8 @@ class _Proofs:
             if not hmac.compare_digest(self._take(way, coming[1]), expected):
                 raise Stranger(
                     f"on a connection of rank {self._ranks[self._rank]}, somebody else speaks as "
-                    f"rank {self._ranks[way[1]]}: the proof that it belongs to the job is wrong"
+                    f"rank {self._ranks[way[1]]}: the proof that it belongs to the job is wrong, "
+                    f"or its {secret.VARIABLE} is another"
                 )
         for way in last:
             self._send(way, bytes(_BYTES))

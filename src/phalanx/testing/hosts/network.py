@@ -17,6 +17,7 @@ from multiprocessing.connection import wait
 from typing import Any, Literal
 
 from phalanx.launch.processes import pack_task
+from phalanx.stores import secret
 from phalanx.testing.hosts import namespaces, shell
 from phalanx.testing.hosts.jobs import Job
 from phalanx.testing.hosts.programs import Command, HostError, Program, environment, script
@@ -221,7 +222,8 @@ class Hosts:
         """Start a function or a command on several ranks of each host; see `launch`."""
         counts = self.ranks if ranks is None else _by_host(ranks, len(self))
         places = [host for host, count in zip(self, counts, strict=True) for _ in range(count)]
-        variables = [{**(env or {}), **each} for each in self._variables(counts)]
+        common = {secret.VARIABLE: secret.token(), **(env or {})}
+        variables = [{**common, **each} for each in self._variables(counts)]
         self._jobs += 1
         programs: list[Program] = []
         try:
