@@ -53,12 +53,6 @@ thread_local Whole whole;
 // Native waits on this thread, one within the other if signal handlers call.
 thread_local int calls_under_way = 0;
 
-// How many forks lie between the first process and this one.
-std::atomic<uint32_t> forks = [] {
-  ::pthread_atfork(nullptr, nullptr, [] { ++forks; });
-  return 0u;
-}();
-
 struct UnderWay {
   UnderWay() { ++calls_under_way; }
   ~UnderWay() { --calls_under_way; }
@@ -68,7 +62,8 @@ struct UnderWay {
 // come back, and so is left to those who wait for it.
 constexpr size_t kShort = 128 << 10;
 
-// A rank's end of a group: the collectives in their lane and the mailbox beside it.
+// A rank's end of a group: the collectives in their lane and the mailbox beside it. Made by
+// make_here, so that a forked child leaves all of it alone.
 class Engine {
  public:
   Engine(std::shared_ptr<Roster> roster, std::vector<int> members, int rank,
@@ -110,6 +105,7 @@ class Engine {
   void set_timeout(double timeout) { group_.timeout = timeout; }
 
   void abort(const std::string& why, const std::string& error) {
+    check_own();
     board_->break_up(error == "CollectiveMismatch" ? Kind::Mismatch
                      : error == "Deadlock"         ? Kind::Deadlock
                      : error == "DistTimeout"      ? Kind::Timeout
@@ -117,13 +113,11 @@ class Engine {
                      why);
   }
   // After the roster says that this rank has left or failed: lets waiters see it at once.
-  void alarm() { board_->wake_all(); }
+  void alarm() {
+    if (origin_.is_here()) board_->wake_all();
+  }
   void close() {
-    if (is_copy()) {
-      lane_->release();
-      mailbox_->release();
-      return;
-    }
+    if (!origin_.is_here()) return;  // a child's copy has nothing to end
     Unlocked unlock;
     // Called by a signal handler on top of a call that waits: that call would never end.
     if (calls_under_way > 0)
@@ -338,9 +332,8 @@ class Engine {
   }
 
   // A forked child has a copy of its parent's group: no threads, and no say in it.
-  bool is_copy() const { return forks.load(std::memory_order_relaxed) != forks_; }
   void check_own() const {
-    if (is_copy())
+    if (!origin_.is_here())
       throw Failure(Kind::Backend,
                     "group '" + group_.name() +
                         "' belongs to the process that this one was forked "
@@ -374,7 +367,8 @@ class Engine {
         done = lane_->try_run([&] { group_.run(call); });
       } catch (...) {
         // The others may still use what was lent to them.
-        if (call.lent) board_->park(Graveyard::keep(nb::make_tuple(frozen(kept)...)));
+        if (call.lent && origin_.is_here())
+          board_->park(Graveyard::keep(nb::make_tuple(frozen(kept)...)));
         throw;
       }
       if (done) return nb::none();
@@ -393,7 +387,7 @@ class Engine {
       try {
         group_.run(*call);
       } catch (...) {
-        if (call->lent) board_->park(alive);
+        if (call->lent && origin_.is_here()) board_->park(alive);
         throw;
       }
     };
@@ -430,7 +424,7 @@ class Engine {
       try {
         if (!async) mailbox_->wait(*delivery, delivery->deadline);
       } catch (...) {
-        mailbox_->cancel(*delivery);
+        if (origin_.is_here()) mailbox_->cancel(*delivery);
         throw;
       }
     }
@@ -439,8 +433,8 @@ class Engine {
         std::shared_ptr<Pending>(std::make_shared<PendingDelivery>(mailbox_, std::move(delivery))));
   }
 
-  const uint32_t forks_ = forks;  // a count never changes in the process that sees it
-  const std::string site_;        // where the group was made
+  const Origin origin_;
+  const std::string site_;  // where the group was made
   std::shared_ptr<Board> board_;
   Group group_;
   std::shared_ptr<Mailbox> mailbox_;
@@ -601,8 +595,11 @@ void bind_engine(nb::module_& m) {
       .def("source", &Pending::source);
 
   nb::class_<Engine>(m, "Group", "One rank's end of a group.")
-      .def(nb::init<std::shared_ptr<Roster>, std::vector<int>, int, const std::string&, double,
-                    const std::string&>(),
+      .def(nb::new_([](std::shared_ptr<Roster> roster, std::vector<int> members, int rank,
+                       const std::string& name, double timeout, const std::string& ticket) {
+             return make_here<Engine>(std::move(roster), std::move(members), rank, name, timeout,
+                                      ticket);
+           }),
            nb::arg("roster"), nb::arg("members"), nb::arg("rank"), nb::arg("name"),
            nb::arg("timeout"), nb::arg("ticket"))
       .def_prop_ro("ticket", &Engine::ticket)

@@ -8,6 +8,8 @@
 #include <mutex>
 #include <vector>
 
+#include "fork.hpp"
+
 namespace phalanx {
 
 // Objects that a finished call no longer needs. The thread that finishes it may not hold the
@@ -16,16 +18,18 @@ namespace phalanx {
 class Graveyard {
  public:
   static void bury(PyObject* object) {
-    std::lock_guard lock(mutex());
-    objects().push_back(object);
+    Buried& buried = here();
+    std::lock_guard lock(buried.mutex);
+    buried.objects.push_back(object);
     full() = true;
   }
   static void empty() {
     if (!full().load(std::memory_order_relaxed)) return;
     std::vector<PyObject*> dead;
     {
-      std::lock_guard lock(mutex());
-      dead.swap(objects());
+      Buried& buried = here();
+      std::lock_guard lock(buried.mutex);
+      dead.swap(buried.objects);
       full() = false;
     }
     for (PyObject* object : dead) Py_DECREF(object);
@@ -35,13 +39,13 @@ class Graveyard {
   }
 
  private:
-  static std::mutex& mutex() {
-    static auto& instance = *new std::mutex;
-    return instance;
-  }
-  static std::vector<PyObject*>& objects() {
-    static auto& instance = *new std::vector<PyObject*>;
-    return instance;
+  struct Buried {
+    std::mutex mutex;
+    std::vector<PyObject*> objects;
+  };
+  static Buried& here() {
+    static auto& processes = *new PerProcess<Buried>;
+    return processes.here();
   }
   static std::atomic<bool>& full() {
     static auto& instance = *new std::atomic<bool>;

@@ -19,8 +19,22 @@ class Pending {
   virtual ~Pending() = default;
   virtual bool done() = 0;
   virtual std::exception_ptr error() = 0;
-  virtual void wait(double timeout) = 0;
+  void wait(double timeout) {
+    if (origin_.is_here()) return await(timeout);
+    // A forked child sees how it had ended by then, and has no threads to bring it to an end.
+    if (!done())
+      throw Failure(Kind::Backend,
+                    title() +
+                        " was not done when this process was forked: it is the parent's to "
+                        "finish, so a child cannot wait for it");
+    if (error()) std::rethrow_exception(error());
+  }
   virtual int source() { return -1; }
+
+ private:
+  virtual void await(double timeout) = 0;
+  virtual std::string title() const = 0;  // "all_reduce at train.py:12"
+  const Origin origin_;
 };
 
 // For the trace: when a user first waits for what goes on meanwhile.
@@ -43,7 +57,7 @@ class PendingJob : public Pending {
         awaited_ns_(call.awaited_ns) {}
   bool done() override { return job_->done(); }
   std::exception_ptr error() override { return job_->error(); }
-  void wait(double timeout) override {
+  void await(double timeout) override {
     if (awaited_ns_) note_first(*awaited_ns_);
     if (timeout < 0) lane_->help(*job_);  // a call may take longer than a shorter wait
     Deadline patience = Deadline::in(timeout);
@@ -62,6 +76,7 @@ class PendingJob : public Pending {
   }
 
  private:
+  std::string title() const override { return name(op_) + (" at " + site_); }
   Failure unfinished(double timeout) const {
     std::vector<int> behind = board_->ranks_behind(rank_);
     return {Kind::Timeout,
@@ -89,13 +104,16 @@ class PendingDelivery : public Pending {
     return delivery_->state.load(std::memory_order_acquire) != Delivery::State::Open;
   }
   std::exception_ptr error() override { return done() ? delivery_->error : nullptr; }
-  void wait(double timeout) override {
+  void await(double timeout) override {
     if (trace::Tap::is_open()) note_first(delivery_->awaited_ns);
     mailbox_->wait(*delivery_, Deadline::in(timeout));
   }
   int source() override { return delivery_->source; }
 
  private:
+  std::string title() const override {
+    return name(delivery_->op) + std::string(" at ") + delivery_->site;
+  }
   std::shared_ptr<Mailbox> mailbox_;
   std::shared_ptr<Delivery> delivery_;
 };

@@ -23,14 +23,19 @@ using namespace phalanx::store;
 namespace {
 
 void check_signals() {
+  const phalanx::Origin origin;
   nb::gil_scoped_acquire gil;
   if (PyErr_CheckSignals()) throw nb::python_error();
+  if (!origin.is_here())
+    throw phalanx::Failure(phalanx::Kind::Store,
+                           "this process was forked in the middle of a request of its parent (by a "
+                           "signal handler), which gets the answer; let a child that a handler "
+                           "forks end there");
 }
 
 // Python runs signal handlers in the main thread only, so others have nothing to look for.
 Patience patience(double seconds) {
-  thread_local const bool main_thread = gettid() == getpid();
-  return Patience(seconds, main_thread ? check_signals : nullptr);
+  return Patience(seconds, gettid() == getpid() ? check_signals : nullptr);
 }
 
 [[noreturn]] void wrong_type(const char* what, nb::handle got, const char* rule) {
@@ -157,46 +162,47 @@ void bind_stores(nb::module_& m) {
         return run(store, {Op::Length, 0, list(key(k))}, timeout).number;
       });
 
-  nb::class_<Table, Store>(m, "Table").def(nb::init<>());
+  // All are made by make_here: a forked child leaves its copies alone.
+  nb::class_<Table, Store>(m, "Table").def(nb::new_([] { return phalanx::make_here<Table>(); }));
 
   nb::class_<File, Store>(m, "FileLog")
-      .def("__init__",
-           [](File* self, std::string path, int64_t users) {
-             Unlocked release;
-             new (self) File(std::move(path), users);
-           })
+      .def(nb::new_([](std::string path, int64_t users) {
+        Unlocked release;
+        return phalanx::make_here<File>(std::move(path), users);
+      }))
       .def("close", &File::close, nb::call_guard<Unlocked>());
 
   nb::class_<Client, Store>(m, "StoreClient")
-      .def("__init__",
-           [](Client* self, std::string host, int port, std::string secret, double timeout) {
-             Unlocked release;
-             new (self) Client(std::move(host), port, std::move(secret), patience(timeout));
-           });
+      .def(nb::new_([](std::string host, int port, std::string secret, double timeout) {
+        Unlocked release;
+        return phalanx::make_here<Client>(std::move(host), port, std::move(secret),
+                                          patience(timeout));
+      }));
 
   nb::class_<Heart>(m, "Heart", "Raises a count in a store from time to time.")
-      .def(nb::init<Store&, std::string, double>(), nb::arg("store"), nb::arg("key"),
-           nb::arg("interval"), nb::keep_alive<1, 2>())
+      .def(nb::new_([](Store& store, std::string key, double interval) {
+             return phalanx::make_here<Heart>(store, std::move(key), interval);
+           }),
+           nb::arg("store"), nb::arg("key"), nb::arg("interval"), nb::keep_alive<0, 2>())
       .def("stop", &Heart::stop, nb::call_guard<Unlocked>())
       .def("silence", &Heart::silence, "Return the seconds since the store last answered.")
       .def("refused", &Heart::refused, "Say whether the store could not be reached at all.");
 
   nb::class_<Server>(m, "StoreServer", nb::is_weak_referenceable())
-      .def(
-          "__init__",
-          [](Server* self, std::string host, int port, std::string secret, int listen_fd,
-             double handshake, double frame, size_t connections, size_t strangers,
-             double courtesy) {
-            Unlocked release;
-            Descriptor listener =
-                listen_fd >= 0 ? adopt_listener(listen_fd) : listen_on(host, port);
-            new (self) Server(std::move(listener), std::move(secret),
-                              {handshake, frame, connections, strangers, courtesy});
-          },
-          "host"_a, "port"_a, "secret"_a, "listen_fd"_a = -1,
-          "handshake"_a = Server::Limits().handshake, "frame"_a = Server::Limits().frame,
-          "connections"_a = Server::Limits().connections,
-          "strangers"_a = Server::Limits().strangers, "courtesy"_a = Server::Limits().courtesy)
+      .def(nb::new_([](std::string host, int port, std::string secret, int listen_fd,
+                       double handshake, double frame, size_t connections, size_t strangers,
+                       double courtesy) {
+             Unlocked release;
+             Descriptor listener =
+                 listen_fd >= 0 ? adopt_listener(listen_fd) : listen_on(host, port);
+             return phalanx::make_here<Server>(
+                 std::move(listener), std::move(secret),
+                 Server::Limits{handshake, frame, connections, strangers, courtesy});
+           }),
+           "host"_a, "port"_a, "secret"_a, "listen_fd"_a = -1,
+           "handshake"_a = Server::Limits().handshake, "frame"_a = Server::Limits().frame,
+           "connections"_a = Server::Limits().connections,
+           "strangers"_a = Server::Limits().strangers, "courtesy"_a = Server::Limits().courtesy)
       .def_prop_ro("port", &Server::port);
 
   // For the tests, which hold them against hashlib.

@@ -58,8 +58,8 @@ std::shared_ptr<Board> Board::create(std::shared_ptr<Roster> roster, std::vector
   site.copy(header.site, sizeof header.site - 1);
   auto* shown = reinterpret_cast<int32_t*>(region->data() + layout.members);
   std::copy(members.begin(), members.end(), shown);
-  return std::shared_ptr<Board>(
-      new Board(std::move(roster), std::move(members), std::move(region)));
+  return std::shared_ptr<Board>(new Board(std::move(roster), std::move(members), std::move(region)),
+                                DeleteHere());
 }
 
 std::shared_ptr<Board> Board::open(std::shared_ptr<Roster> roster, std::vector<int> members,
@@ -73,7 +73,8 @@ std::shared_ptr<Board> Board::open(std::shared_ptr<Roster> roster, std::vector<i
   auto* shown = reinterpret_cast<int32_t*>(region->data() + BoardLayout(header.size).members);
   std::vector<int> theirs(shown, shown + header.size);
   check_members(*roster, theirs);
-  std::shared_ptr<Board> board(new Board(std::move(roster), theirs, std::move(region)));
+  std::shared_ptr<Board> board(new Board(std::move(roster), theirs, std::move(region)),
+                               DeleteHere());
   if (theirs == members) return board;
   std::string text =
       "the making of group '" + board->name() + "' does not match across ranks\n  rank " +
@@ -150,9 +151,11 @@ void Board::attend(int rank, bool creator, const std::string& site, double timeo
   try {
     wait_until(bell(), spin, deadline, [&] { return missing().empty(); }, look);
   } catch (const Failure& failure) {
+    if (!origin_.is_here()) throw;
     break_up(failure.kind, failure.what());  // who comes later learns of it
     throw;
   } catch (...) {
+    if (!origin_.is_here()) throw;
     break_up(Kind::PeerFailed, what + " at " + site + " was interrupted");
     throw;
   }

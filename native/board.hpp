@@ -122,6 +122,7 @@ class Board {
 
   std::shared_ptr<Roster> roster_;
   std::vector<int> members_;
+  const Origin origin_;
   std::shared_ptr<Region> region_;
   bool crowded_ = false;
   Seat* seats_ = nullptr;

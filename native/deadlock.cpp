@@ -218,6 +218,7 @@ Waiter::Waiter(const Roster& roster, int rank, bool lane)
     : roster_(roster), rank_(rank), lane_(lane) {}
 
 Waiter::~Waiter() {
+  if (!origin_.is_here()) return;
   if (wait_) {
     wait_->taken = false;
     roster_.changed(rank_);
@@ -242,7 +243,8 @@ void Waiter::show(int64_t now) {
 void Waiter::count_threads() const {
   auto count = thread_count.load();
   if (lane_ || roster_.threads() || !count) return;
-  int threads = count();
+  int threads = count();  // by Python, which may run a signal handler
+  if (!origin_.is_here()) throw_forked();
   if (threads < 0) threads = INT_MAX;
   if (roster_.member(rank_).threads.exchange(threads) != threads) roster_.changed(rank_);
 }

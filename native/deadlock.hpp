@@ -63,6 +63,7 @@ class Waiter {
   bool lane_;
   int64_t since_ns_ = 0;
   Wait* wait_ = nullptr;
+  Origin origin_;
 };
 
 // Whether a thread of this rank has been found to be in a deadlock and has not acted on it yet.

@@ -115,6 +115,7 @@ void Group::run(Call& call) {
         exchange(passage);
     }
   } catch (const Failure& failure) {
+    if (!origin_.is_here()) throw;
     heard_ |= board_->broken().has_value();
     // Others are told the same reason, each for its own call.
     conclude(passage, failure.kind == Kind::Mismatch ? Progress::Mismatch : Progress::Failed);
@@ -127,6 +128,7 @@ void Group::run(Call& call) {
     if (failure.kind == Kind::Mismatch || passage.titled) throw;
     throw Failure(failure.kind, headline(passage) + ": " + failure.what());
   } catch (...) {
+    if (!origin_.is_here()) throw;
     conclude(passage, Progress::Interrupted);
     if (posted_)
       break_up(Kind::PeerFailed,
@@ -341,7 +343,7 @@ void Group::look(Passage& passage, bool costly) {
   } catch (const Failure&) {
     throw;
   } catch (...) {  // a signal handler's
-    if (passage.meeting) give_up(passage, Progress::Interrupted);
+    if (passage.meeting && origin_.is_here()) give_up(passage, Progress::Interrupted);
     throw;
   }
 }

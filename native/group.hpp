@@ -155,6 +155,7 @@ class Group {
   size_t place(uint64_t turn) const { return turn % kTurns * chunk_; }
   std::byte* stage(const Passage& passage, int rank, uint64_t turn) const;
 
+  const Origin origin_;
   std::shared_ptr<Board> board_;
   int rank_;
   std::string name_;

@@ -107,16 +107,17 @@ void HeapHeader::unlist(uint32_t place) {
 }
 
 std::shared_ptr<Heap> Heap::mine(int ranks) {
-  static std::mutex mutex;
-  static std::shared_ptr<Heap>* heap = new std::shared_ptr<Heap>;  // outlives static destructors
+  struct Mine {
+    std::mutex mutex;
+    std::shared_ptr<Heap> heap;
+  };
+  // It outlives static destructors. A forked child leaves its parent's heap alone: tensors of the
+  // child may still point into it.
+  static auto& processes = *new PerProcess<Mine>;
+  auto& [mutex, heap] = processes.here();
   std::lock_guard lock(mutex);
-  if (!*heap || (*heap)->address_.pid != ::getpid()) {
-    // A fork copied the parent's heap object: its memory belongs to the parent and tensors of the
-    // child may still point into it, so the object is abandoned, not destroyed.
-    if (*heap) heap = new std::shared_ptr<Heap>;
-    heap->reset(new Heap(ranks));
-  }
-  return *heap;
+  if (!heap) heap.reset(new Heap(ranks));
+  return heap;
 }
 
 Heap::Heap(std::nullptr_t) {}
@@ -212,7 +213,7 @@ void Heap::throw_full(size_t bytes) const {
 }
 
 void Heap::release(std::byte* block) {
-  if (::getpid() != address_.pid) return;  // a forked child must not punch holes in its parent
+  if (!origin_.is_here()) return;  // a forked child must not punch holes in its parent
   std::lock_guard lock(mutex_);
   auto found = used_.find(offset(block));
   auto [start, length] = *found;
@@ -246,8 +247,12 @@ size_t Heap::used() const {
 }
 
 std::shared_ptr<HeapView> HeapView::open(const HeapAddress& address, bool show) {
-  static std::mutex mutex;
-  static auto& views = *new std::map<std::pair<int32_t, uint64_t>, std::weak_ptr<HeapView>>;
+  struct Known {
+    std::mutex mutex;
+    std::map<std::pair<int32_t, uint64_t>, std::weak_ptr<HeapView>> views;
+  };
+  static auto& processes = *new PerProcess<Known>;
+  auto& [mutex, views] = processes.here();
   std::lock_guard lock(mutex);
   auto& known = views[{address.pid, address.nonce}];
   if (auto view = known.lock()) {

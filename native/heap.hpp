@@ -11,6 +11,8 @@
 #include <mutex>
 #include <string>
 
+#include "fork.hpp"
+
 namespace phalanx {
 
 // What another process needs to map a heap: it opens /proc/<pid>/fd/<fd> and compares the nonce.
@@ -73,6 +75,7 @@ class Heap {
   explicit Heap(std::nullptr_t);  // that holds nothing yet
   [[noreturn]] void throw_full(size_t bytes) const;
   std::byte* base_ = nullptr;
+  const Origin origin_;
   HeapAddress address_;
   mutable std::mutex mutex_;
   std::map<uint64_t, uint64_t> free_;  // offset -> length, coalesced

@@ -16,19 +16,13 @@ constexpr const char* kClosed = "the group is destroyed";
 
 }  // namespace
 
-bool Job::done() const {
-  std::lock_guard lock(mutex_);
-  return done_;
-}
+bool Job::done() const { return done_.load(std::memory_order_acquire); }
 
-std::exception_ptr Job::error() const {
-  std::lock_guard lock(mutex_);
-  return error_;
-}
+std::exception_ptr Job::error() const { return done() ? error_ : nullptr; }
 
 bool Job::wait(Clock::time_point until) {
   std::unique_lock lock(mutex_);
-  return changed_.wait_until(lock, until, [&] { return done_; });
+  return changed_.wait_until(lock, until, [&] { return done(); });
 }
 
 std::exception_ptr Job::run(bool on_lane) {
@@ -53,13 +47,13 @@ void Job::finish() {
   {
     std::lock_guard lock(mutex_);
     error_ = outcome_;
-    done_ = true;
+    done_.store(true, std::memory_order_release);  // shows what was written before
   }
   changed_.notify_all();
 }
 
 std::shared_ptr<Job> Lane::submit(Job::Body body, bool at_once) {
-  auto job = std::make_shared<Job>(std::move(body));
+  auto job = make_here<Job>(std::move(body));
   std::lock_guard lock(mutex_);
   if (closing_) throw_closed();
   if (!worker_.joinable()) worker_ = std::thread([this] { work(); });
@@ -83,6 +77,7 @@ void Lane::help(const Job& job) {
     queue_.pop_front();
     lock.unlock();
     foreign = next->run(false);
+    if (!origin_.is_here()) std::rethrow_exception(foreign ? foreign : next->outcome_);
     lock.lock();
     next->finish();
   } while (!foreign && !queue_.empty() && !job.done());

@@ -6,6 +6,7 @@
 // there is traffic; only if there has been none for a while, it sleeps until it is woken.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -37,12 +38,13 @@ class Job {
   Body body_;
   const Clock::time_point issued_ = Clock::now();
   std::exception_ptr outcome_;  // the worker's own until it is shown as error_
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::condition_variable changed_;
-  bool done_ = false;
-  std::exception_ptr error_;
+  std::atomic<bool> done_ = false;  // read without the lock, which nobody may release in a child
+  std::exception_ptr error_;        // set before that
 };
 
+// A forked child has not the thread: it leaves its copy alone (see fork.hpp).
 class Lane {
  public:
   // Told of +1 when the lane's own thread gets something to do, of -1 when it has done it.
@@ -67,6 +69,7 @@ class Lane {
     struct Leave {
       Lane& lane;
       ~Leave() {
+        if (!lane.origin_.is_here()) return;
         std::lock_guard lock(lane.mutex_);
         lane.busy_ = false;
         lane.hand_over();
@@ -80,10 +83,6 @@ class Lane {
   // Waits for it. Unless `patient`, when a call on this thread is in the way, what has not begun
   // fails.
   void close(bool patient = true);
-  void release() {  // forget threads that a fork has not copied
-    new std::thread(std::move(worker_));
-    helping_ = false;
-  }
 
  private:
   void work();
@@ -91,6 +90,7 @@ class Lane {
   void wake();
   void hand_over();  // what is left to the lane's own thread, by one who has run a call
   [[noreturn]] static void throw_closed();
+  const Origin origin_;
   std::mutex mutex_;
   std::condition_variable woken_, idle_;
   std::deque<std::shared_ptr<Job>> queue_;

@@ -15,8 +15,11 @@ bool is_refused(Pipe::State state) { return state == Pipe::Refused || state == P
 // Says that a thread sees to what arrives in a mailbox.
 struct Attendance {
   Seat& seat;
+  Origin origin;
   explicit Attendance(Seat& seat) : seat(seat) { ++seat.attending; }
-  ~Attendance() { --seat.attending; }
+  ~Attendance() {
+    if (origin.is_here()) --seat.attending;
+  }
 };
 
 }  // namespace
@@ -35,7 +38,6 @@ Mailbox::Mailbox(std::shared_ptr<Board> board, int rank, std::string group)
 Mailbox::~Mailbox() { close(); }
 
 void Mailbox::close() {
-  if (released_) return;  // what is shared is the parent's
   // Messages whose senders were told that all is well are seen on their way, while somebody is
   // there to take them.
   auto sent = [&] {

@@ -75,6 +75,7 @@ struct Delivery {
   trace::Event event;
 };
 
+// A forked child has not the courier: it leaves its copy alone (see fork.hpp).
 class Mailbox {
  public:
   Mailbox(std::shared_ptr<Board> board, int rank, std::string group);
@@ -87,11 +88,6 @@ class Mailbox {
   // End it here and now: its tensor is not touched any more.
   void cancel(Delivery& delivery);
   void close();
-  // Forget a thread that a fork has not copied.
-  void release() {
-    closing_ = released_ = true;
-    new std::thread(std::move(courier_));
-  }
 
  private:
   struct Letter {  // arrived before anybody asked for it
@@ -144,7 +140,6 @@ class Mailbox {
   std::condition_variable wake_courier_;
   std::thread courier_;
   bool closing_ = false;
-  bool released_ = false;
   bool attends_ = false;  // the courier, or it will as soon as it runs
 
   std::vector<uint32_t> pipes_out_;        // not yet read to the end, per peer

@@ -14,6 +14,8 @@
 #include <mutex>
 #include <utility>
 
+#include "fork.hpp"
+
 namespace phalanx {
 namespace {
 
@@ -157,8 +159,8 @@ int64_t count_oom_kills() {
 }
 
 void note_fatal_signals(std::atomic<int32_t>* place) {
-  static std::mutex mutex;
-  std::lock_guard lock(mutex);
+  static auto& mutex = *new PerProcess<std::mutex>;
+  std::lock_guard lock(mutex.here());
   if (noting_process.exchange(::getpid()) != ::getpid()) {
     for (auto& place : places) place = nullptr;  // a parent's, in a forked child
     for (size_t i = 0; i < kFatal.size(); ++i) {

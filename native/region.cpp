@@ -1,7 +1,6 @@
 #include "region.hpp"
 
 #include <sys/random.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <charconv>
@@ -45,8 +44,8 @@ struct Registry {
 };
 
 Registry& registry() {
-  static auto& instance = *new Registry;
-  return instance;
+  static auto& processes = *new PerProcess<Registry>;
+  return processes.here();
 }
 
 constexpr std::string_view kThreads = "threads", kProcesses = "processes";
@@ -96,7 +95,7 @@ Ticket Ticket::parse(const std::string& text) {
 }
 
 std::shared_ptr<Region> Region::create(size_t bytes, bool threads, Content content) {
-  std::shared_ptr<Region> region(new Region);
+  std::shared_ptr<Region> region(new Region, DeleteHere());
   region->threads_ = threads;
   // Threads may make very many small worlds, and use little of them.
   region->block_ = Block::shared(kRegionHead + bytes, !threads);
@@ -121,7 +120,7 @@ std::shared_ptr<Region> Region::create(size_t bytes, bool threads, Content conte
 
 std::shared_ptr<Region> Region::open(const std::string& text, Content content) {
   const Ticket ticket = Ticket::parse(text);
-  std::shared_ptr<Region> region(new Region);
+  std::shared_ptr<Region> region(new Region, DeleteHere());
   region->id_ = ticket.id;
   region->threads_ = ticket.threads;
   std::byte* base = nullptr;
@@ -149,8 +148,7 @@ std::shared_ptr<Region> Region::open(const std::string& text, Content content) {
 }
 
 Region::~Region() {
-  // A forked child has copies of its parent's regions and no say in them.
-  if (!base_ || pid_ != ::getpid()) return;
+  if (!base_) return;
   std::lock_guard lock(registry().mutex);
   if (--head(base_).users == 0) {
     (view_ ? view_->header() : Heap::mine()->header()).unlist(head(base_).place);

@@ -2,8 +2,6 @@
 // through the store. It is given back when the last rank that has it open lets go.
 #pragma once
 
-#include <unistd.h>
-
 #include <atomic>
 #include <memory>
 #include <mutex>
@@ -54,8 +52,7 @@ class Region {
   void park(std::shared_ptr<void> lent);
 
  private:
-  Region() : pid_(::getpid()) {}
-  const int pid_;
+  Region() = default;
   uint64_t id_ = 0;
   std::string ticket_;
   Block block_;                     // the creator's, and every thread's

@@ -57,13 +57,13 @@ std::shared_ptr<Roster> Roster::create(int size, bool threads, int near) {
   header.size = uint32_t(size);
   header.threads = threads;
   header.started_ns = now_ns();
-  return std::shared_ptr<Roster>(new Roster(std::move(region)));
+  return std::shared_ptr<Roster>(new Roster(std::move(region)), DeleteHere());
 }
 
 std::shared_ptr<Roster> Roster::open(const std::string& ticket) {
   auto region = Region::open(ticket, Content::Roster);
   const uint64_t room = region->bytes() - std::min(region->bytes(), sizeof(RosterHeader));
-  std::shared_ptr<Roster> roster(new Roster(std::move(region)));
+  std::shared_ptr<Roster> roster(new Roster(std::move(region)), DeleteHere());
   if (roster->size() < 1 || room / sizeof(Member) < uint64_t(roster->size()))
     throw Failure(Kind::Backend, "the ticket '" + ticket + "' stands for something damaged");
   return roster;
@@ -174,6 +174,7 @@ void Roster::read(int rank, void* into, uint64_t address, size_t bytes) const {
 }
 
 void Roster::change(int rank, std::atomic<int32_t> Member::* count, int by) const {
+  if (!origin_.is_here()) return;
   (member(rank).*count).fetch_add(by);
   changed(rank);
 }
@@ -185,6 +186,7 @@ void Roster::changed(int rank) const {
 }
 
 void Roster::leave(int rank) {
+  if (!origin_.is_here()) return;
   auto here = Presence::Here;
   if (member(checked(rank)).presence == here) member(rank).ended_ns = now_ns();
   member(rank).presence.compare_exchange_strong(here, Presence::Left);
@@ -192,6 +194,7 @@ void Roster::leave(int rank) {
 }
 
 void Roster::fail(int rank, const std::string& why) {
+  if (!origin_.is_here()) return;
   Member& me = member(checked(rank));
   if (me.presence == Presence::Failed) return;
   // The end of a traceback says what happened.
@@ -271,6 +274,7 @@ std::string Roster::obituary(int rank, bool ask_system) const {
 }
 
 void Roster::note(int rank, const std::string& text) {
+  if (!origin_.is_here()) return;
   checked(rank);
   Note note{};
   size_t start = text.size() - std::min(text.size(), sizeof note.text);

@@ -31,7 +31,7 @@ class Roster {
   void place(int rank, const std::string& host, int pid);
 
   // Say that this rank is done, or how it failed ("raised an exception: ..."). Seen by waiters at
-  // their next look.
+  // their next look. A forked child does not speak for its parent: there, nothing happens.
   void leave(int rank);
   void fail(int rank, const std::string& why);
 
@@ -74,6 +74,7 @@ class Roster {
   std::string how_it_ended(int rank) const;
   std::string exit_code(int rank) const;
 
+  const Origin origin_;
   std::shared_ptr<Region> region_;
   std::vector<std::shared_ptr<HeapView>> heaps_;  // of all ranks, mapped in join
   std::vector<ProcessHandle> processes_;

@@ -1,7 +1,6 @@
 #include "trace.hpp"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -11,6 +10,7 @@
 #include <cstring>
 #include <fstream>
 #include <map>
+#include <utility>
 
 #include "process.hpp"
 
@@ -72,10 +72,10 @@ Session*& session() {
 uint32_t recordings = 0;  // so far
 
 // A forked child writes files of its own, and leaves its parent's alone.
-const int handle_forks = ::pthread_atfork(nullptr, nullptr, [] {
+[[maybe_unused]] const bool handles_forks = after_fork_in_child([] {
   auto* own = new Session;
   own->directory = session()->directory;
-  session() = own;
+  leave_alone(std::exchange(session(), own));
   if (recording.load(std::memory_order_relaxed) != 0) recording.store(++recordings);
 });
 
@@ -94,7 +94,7 @@ void Event::end(Progress how, int64_t now, int64_t awaited_ns, int source) {
 }
 
 void Range::end() {
-  if (!slot_) return;
+  if (!slot_ || !origin_.is_here()) return;
   set(slot_->finished_ns, now_ns());
   slot_ = nullptr;
   window_.reset();

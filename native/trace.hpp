@@ -112,10 +112,11 @@ class Event {
 // A stretch that is being recorded.
 class Range {
  public:
-  void end();
+  void end();  // a forked child leaves it to its parent
 
  private:
   friend class File;
+  Origin origin_;
   std::shared_ptr<Window> window_;
   RangeSlot* slot_ = nullptr;
 };

@@ -7,6 +7,8 @@
 #include <climits>
 #include <cstdio>
 
+#include "failure.hpp"
+
 namespace phalanx {
 namespace {
 
@@ -57,7 +59,16 @@ cpu_set_t usable_cores() {
 void set_interrupt_check(InterruptCheck check) { interrupt_check.store(check); }
 
 void check_interrupt() {
+  const Origin origin;
   if (auto check = interrupt_check.load(std::memory_order_acquire)) check();
+  if (!origin.is_here()) throw_forked();
+}
+
+void throw_forked() {
+  throw Failure(Kind::Backend,
+                "this process was forked in the middle of an operation of its parent (by a signal "
+                "handler): it is no rank, and the operation is the parent's to finish; let a child "
+                "that a handler forks end there");
 }
 
 }  // namespace phalanx

@@ -11,6 +11,8 @@
 #include <cstdint>
 #include <string>
 
+#include "fork.hpp"
+
 namespace phalanx {
 
 using Clock = std::chrono::steady_clock;
@@ -119,13 +121,16 @@ bool wait_until(Bell& bell, Spin& spin, const Deadline& deadline, Ready&& ready,
     uint32_t seen = bell.rings.load(std::memory_order_acquire);
     struct Sleep {
       Bell& bell;
+      Origin origin;
       explicit Sleep(Bell& bell) : bell(bell) {
         bell.sleepers.fetch_add(1);
 #if !defined(__SANITIZE_THREAD__)
         std::atomic_thread_fence(std::memory_order_seq_cst);  // the other half of Bell::ring
 #endif
       }
-      ~Sleep() { bell.sleepers.fetch_sub(1); }
+      ~Sleep() {
+        if (origin.is_here()) bell.sleepers.fetch_sub(1);
+      }
     };
     Sleep guard(bell);
     if (ready()) return true;
@@ -143,9 +148,12 @@ std::string seconds_text(double seconds);  // "0.5 s"
 cpu_set_t usable_cores();
 
 // Called between the slices of waits made on a user's thread; throws when that thread was
-// interrupted.
+// interrupted, and in a child that the interrupting signal handler has forked: it is not the one
+// that waits, and on its way out it touches nothing that is shared.
 using InterruptCheck = void (*)();
 void set_interrupt_check(InterruptCheck check);
 void check_interrupt();
+// For a child, where it is to go no further on its parent's behalf.
+[[noreturn]] void throw_forked();
 
 }  // namespace phalanx

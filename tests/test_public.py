@@ -22,6 +22,7 @@ LAYERS = [
         "_native",
         "bystanders",
         "extras",
+        "forks",
         "patches",
         "process",
     },

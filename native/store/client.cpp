@@ -42,35 +42,34 @@ void Client::lost(const std::string& why) const {
                     "; its process (usually rank 0) has probably ended: look at its output first");
 }
 
-std::unique_lock<std::timed_mutex> Client::lock(const Patience& patience) {
-  std::unique_lock lock(mutex_, std::try_to_lock);
+std::unique_lock<std::timed_mutex> Client::lock(Connections& all, const Patience& patience) {
+  std::unique_lock lock(all.mutex, std::try_to_lock);
   if (!lock && !lock.try_lock_until(std::max(patience.deadline, Clock::now() + 1s)))
     lost("it takes no more requests");
   return lock;
 }
 
 // With the lock held. None if all are in use.
-Client::Lease Client::take_idle() {
-  while (!idle_.empty()) {
-    Lease connection = std::move(idle_.back());
-    idle_.pop_back();
-    // Not to be shared with the parent if it was inherited through fork().
-    if (connection->socket.ours()) return connection;
-  }
-  return nullptr;
+Client::Lease Client::take_idle(Connections& all) {
+  if (all.idle.empty()) return nullptr;
+  Lease connection = std::move(all.idle.back());
+  all.idle.pop_back();
+  return connection;
 }
 
 void Client::give_back(Lease connection) {
   if (connection->in.capacity() > max_buffer) connection->in = {};
-  std::lock_guard lock(mutex_);
-  if (idle_.size() < max_idle) idle_.push_back(std::move(connection));
+  Connections& all = connections_.here();
+  std::lock_guard lock(all.mutex);
+  if (all.idle.size() < max_idle) all.idle.push_back(std::move(connection));
 }
 
 void Client::post(const std::string& bytes, const Patience& patience) {
-  auto held = lock(patience);
-  Lease connection = std::move(posted_);
-  if (!connection || !connection->socket.ours()) {
-    connection = take_idle();
+  Connections& all = connections_.here();
+  auto held = lock(all, patience);
+  Lease connection = std::move(all.posted);
+  if (!connection) {
+    connection = take_idle(all);
     if (!connection) connection = connect(Patience(grace, patience.check), false);
     // Nothing comes back from a post, so the first one to a server that has gone would be lost
     // unnoticed; further ones are told by the socket.
@@ -78,18 +77,19 @@ void Client::post(const std::string& bytes, const Patience& patience) {
     if (recv(connection->socket.fd(), &byte, 1, MSG_PEEK | MSG_DONTWAIT) == 0) throw HungUp();
   }
   send(*connection, bytes, patience);
-  posted_ = std::move(connection);
+  all.posted = std::move(connection);
 }
 
 // Sends a request, and returns the connection to read the reply from.
 Client::Lease Client::ask(const std::string& bytes, const Patience& patience) {
   Lease connection;
   {
-    auto held = lock(patience);
-    if (posted_ && posted_->socket.ours()) {
+    Connections& all = connections_.here();
+    auto held = lock(all, patience);
+    if (all.posted) {
       // Until the server has seen what was posted, no other thread may ask it anything on another
       // connection. It says so by answering a question, sent ahead of the one that may take long.
-      connection = std::move(posted_);
+      connection = std::move(all.posted);
       std::string both;
       wire::encode(both, Request{Op::Check});
       both += bytes;
@@ -98,7 +98,7 @@ Client::Lease Client::ask(const std::string& bytes, const Patience& patience) {
       if (!receive(*connection, Patience(grace, patience.check), frame)) lost("it does not answer");
       return connection;
     }
-    connection = take_idle();
+    connection = take_idle(all);
   }
   // The server was there before, so it is not waited for.
   if (!connection) connection = connect(Patience(grace, patience.check), false);

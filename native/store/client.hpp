@@ -29,11 +29,17 @@ class Client : public Store {
     size_t filled = 0, used = 0;  // of `in`: what was received, what the last frame took
   };
   using Lease = std::unique_ptr<Connection>;
+  // A forked child makes connections of its own.
+  struct Connections {
+    std::timed_mutex mutex;
+    std::vector<Lease> idle;
+    Lease posted;  // where requests were posted that the server may not have seen yet
+  };
 
   void post(const std::string& bytes, const Patience& patience);
   Lease ask(const std::string& bytes, const Patience& patience);
-  std::unique_lock<std::timed_mutex> lock(const Patience& patience);
-  Lease take_idle();
+  std::unique_lock<std::timed_mutex> lock(Connections& all, const Patience& patience);
+  Lease take_idle(Connections& all);
   void give_back(Lease connection);
   Lease connect(const Patience& patience, bool retry) const;
   bool introduce(Connection& connection, const Patience& patience) const;
@@ -46,9 +52,7 @@ class Client : public Store {
   const int port_;
   const std::string secret_;
   const std::string where_;
-  std::timed_mutex mutex_;
-  std::vector<Lease> idle_;
-  Lease posted_;  // where requests were posted that the server may not have seen yet
+  PerProcess<Connections> connections_;
 };
 
 }  // namespace phalanx::store

@@ -1,6 +1,5 @@
 #include "store/descriptor.hpp"
 
-#include <pthread.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -13,24 +12,22 @@ namespace {
 // a lock that some other thread held when the process forked.
 constexpr int max_fd = 1 << 16;
 std::atomic<uint64_t> open_bits[max_fd / 64];
-std::atomic<int> generation;
 
-void forget_in_child() {
-  generation.fetch_add(1);
+void close_in_child() {
   for (int word = 0; word < max_fd / 64; ++word)
     for (uint64_t bits = open_bits[word].exchange(0); bits; bits &= bits - 1)
       ::close(word * 64 + __builtin_ctzll(bits));
 }
 
-[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, forget_in_child);
+[[maybe_unused]] const bool registered = after_fork_in_child(close_in_child);
 
 }  // namespace
 
-Descriptor::Descriptor(int fd) : fd_(fd), generation_(generation.load()) {
+Descriptor::Descriptor(int fd) : fd_(fd) {
   if (fd >= 0 && fd < max_fd) open_bits[fd / 64].fetch_or(uint64_t{1} << fd % 64);
 }
 
-bool Descriptor::ours() const { return fd_ >= 0 && generation_ == generation.load(); }
+bool Descriptor::ours() const { return fd_ >= 0 && origin_.is_here(); }
 
 void Descriptor::close() {
   if (ours()) {
@@ -39,7 +36,5 @@ void Descriptor::close() {
   }
   fd_ = -1;
 }
-
-int fork_generation() { return generation.load(); }
 
 }  // namespace phalanx::store

@@ -3,6 +3,8 @@
 
 #include <utility>
 
+#include "fork.hpp"
+
 namespace phalanx::store {
 
 // After fork() the child's copies are closed at once. Else a data-loading worker would keep the
@@ -14,11 +16,11 @@ class Descriptor {
   explicit Descriptor(int fd);
   ~Descriptor() { close(); }
   Descriptor(Descriptor&& other) noexcept
-      : fd_(std::exchange(other.fd_, -1)), generation_(other.generation_) {}
+      : fd_(std::exchange(other.fd_, -1)), origin_(other.origin_) {}
   Descriptor& operator=(Descriptor&& other) noexcept {
     close();
     fd_ = std::exchange(other.fd_, -1);
-    generation_ = other.generation_;
+    origin_ = other.origin_;
     return *this;
   }
 
@@ -30,10 +32,7 @@ class Descriptor {
 
  private:
   int fd_ = -1;
-  int generation_ = 0;
+  Origin origin_;
 };
-
-// How many forks lie between this process and the one that loaded the library.
-int fork_generation();
 
 }  // namespace phalanx::store

@@ -65,11 +65,11 @@ class File::Locked {
   struct stat status_{};
 };
 
-File::File(std::string path, int64_t users)
-    : path_(std::move(path)), users_(users), owner_(getpid()), table_(std::make_unique<Table>()) {
+File::File(std::string path, int64_t users) : path_(std::move(path)), users_(users) {
+  Known& known = known_.here();
   Locked file(path_, true);
-  replay(file);
-  sign(file, Op::Join);
+  replay(known, file);
+  sign(known, file, Op::Join);
 }
 
 File::~File() {
@@ -81,77 +81,79 @@ File::~File() {
 }
 
 void File::close() {
-  std::lock_guard lock(mutex_);
-  // A forked child never joined.
-  if (std::exchange(closed_, true) || getpid() != owner_) return;
+  if (!origin_.is_here()) return;  // a forked child never joined
+  Known& known = known_.here();
+  std::lock_guard lock(known.mutex);
+  if (std::exchange(closed_, true)) return;
   if (struct stat status; ::stat(path_.c_str(), &status)) return;
   Locked file(path_, true);
-  replay(file);
-  sign(file, Op::Leave);
-  if (users_ >= 0 && left_ >= users_ && left_ == joined_) ::unlink(path_.c_str());
+  replay(known, file);
+  sign(known, file, Op::Leave);
+  if (users_ >= 0 && known.left >= users_ && known.left == known.joined) ::unlink(path_.c_str());
 }
 
-void File::replay(Locked& file) {
-  if (file.inode() != inode_ || file.size() < offset_) {
-    table_ = std::make_unique<Table>();
-    inode_ = file.inode();
-    offset_ = 0;
-    joined_ = left_ = 0;
+void File::replay(Known& known, Locked& file) const {
+  if (file.inode() != known.inode || file.size() < known.offset) {
+    known.table = std::make_unique<Table>();
+    known.inode = file.inode();
+    known.offset = 0;
+    known.joined = known.left = 0;
   }
-  if (file.size() == offset_) return;
-  std::string log = file.read(offset_);
+  if (file.size() == known.offset) return;
+  std::string log = file.read(known.offset);
   std::string_view rest = log;
   wire::Length length;
   while (wire::peek(rest, length) && rest.size() - sizeof length >= length) {
     try {
       Request request = wire::decode_request(rest.substr(sizeof length, length));
-      count(request.op);
-      if (mutates(request.op)) table_->attempt(request);
+      count(known, request.op);
+      if (mutates(request.op)) known.table->attempt(request);
     } catch (const wire::Malformed&) {
       throw Failure(Kind::Store, "'" + path_ + "' is not the file of a phalanx store (at byte " +
-                                     std::to_string(offset_) + "); choose another path");
+                                     std::to_string(known.offset) + "); choose another path");
     }
     rest.remove_prefix(sizeof length + length);
-    offset_ += sizeof length + length;
+    known.offset += sizeof length + length;
   }
 }
 
-void File::append(Locked& file, const std::string& bytes) {
+void File::append(Known& known, Locked& file, const std::string& bytes) const {
   try {
-    file.append(offset_, bytes);
+    file.append(known.offset, bytes);
   } catch (const Failure&) {
-    inode_ = 0;  // the table may be ahead of the log: build it again
+    known.inode = 0;  // the table may be ahead of the log: build it again
     throw;
   }
-  offset_ += bytes.size();
+  known.offset += bytes.size();
 }
 
-void File::count(Op op) {
-  joined_ += op == Op::Join;
-  left_ += op == Op::Leave;
+void File::count(Known& known, Op op) {
+  known.joined += op == Op::Join;
+  known.left += op == Op::Leave;
 }
 
-void File::sign(Locked& file, Op op) {
+void File::sign(Known& known, Locked& file, Op op) const {
   std::string bytes;
   wire::encode(bytes, Request{op});
-  append(file, bytes);
-  count(op);
+  append(known, file, bytes);
+  count(known, op);
 }
 
 std::optional<Reply> File::attempt(Request& request) {
-  std::lock_guard lock(mutex_);
+  Known& known = known_.here();
+  std::lock_guard lock(known.mutex);
   Locked file(path_, mutates(request.op));
-  replay(file);
+  replay(known, file);
   std::string bytes;
   if (mutates(request.op)) {
     wire::check_size(request);
     wire::encode(bytes, request);
   }
   const bool arriving = request.op == Op::Barrier && request.values.empty();
-  auto reply = table_->attempt(request);
+  auto reply = known.table->attempt(request);
   // An arrival at a barrier counts although it then waits; all else counts once it is done.
   const bool done = mutates(request.op) && reply && reply->status == Status::Ok;
-  if (request.op == Op::Barrier ? arriving : done) append(file, bytes);
+  if (request.op == Op::Barrier ? arriving : done) append(known, file, bytes);
   return reply;
 }
 
@@ -159,8 +161,10 @@ Reply File::run(Request request, const Patience& patience) {
   for (auto pause = 1ms;; pause = std::min(pause * 2, 10ms)) {
     if (auto reply = attempt(request)) return accepted(std::move(*reply), request, patience, "");
     if (patience.exhausted()) {
-      std::lock_guard lock(mutex_);
-      return accepted(table_->cancelled(request), request, patience, " (file '" + path_ + "')");
+      Known& known = known_.here();
+      std::lock_guard lock(known.mutex);
+      return accepted(known.table->cancelled(request), request, patience,
+                      " (file '" + path_ + "')");
     }
     std::this_thread::sleep_until(std::min(patience.deadline, Clock::now() + pause));
     if (patience.check) patience.check();

@@ -26,21 +26,25 @@ class File : public Store {
 
  private:
   class Locked;
+  // What this process knows of the file; a forked child reads it anew.
+  struct Known {
+    std::mutex mutex;
+    std::unique_ptr<Table> table = std::make_unique<Table>();
+    ino_t inode = 0;
+    size_t offset = 0;  // of the log, up to which the table knows it
+    int64_t joined = 0, left = 0;
+  };
 
   std::optional<Reply> attempt(Request& request);
-  void replay(Locked& file);
-  void append(Locked& file, const std::string& bytes);
-  void sign(Locked& file, Op op);
-  void count(Op op);
+  void replay(Known& known, Locked& file) const;
+  void append(Known& known, Locked& file, const std::string& bytes) const;
+  void sign(Known& known, Locked& file, Op op) const;
+  static void count(Known& known, Op op);
 
   const std::string path_;
   const int64_t users_;
-  const pid_t owner_;
-  std::mutex mutex_;
-  std::unique_ptr<Table> table_;
-  ino_t inode_ = 0;
-  size_t offset_ = 0;  // of the log, up to which the table knows it
-  int64_t joined_ = 0, left_ = 0;
+  const Origin origin_;
+  PerProcess<Known> known_;
   bool closed_ = false;
 };
 

@@ -1,7 +1,5 @@
 #include "store/heart.hpp"
 
-#include <unistd.h>
-
 namespace phalanx::store {
 namespace {
 
@@ -19,7 +17,6 @@ Heart::Heart(Store& store, std::string key, double interval)
       key_(std::move(key)),
       interval_(interval),
       answered_(Clock::now()),
-      process_(::getpid()),
       thread_([this] { beat(); }) {}
 
 void Heart::beat() {
@@ -42,10 +39,7 @@ void Heart::beat() {
 }
 
 void Heart::stop() {
-  if (::getpid() != process_) {  // a forked child has not the thread
-    if (thread_.joinable()) thread_.detach();
-    return;
-  }
+  if (!origin_.is_here()) return;
   {
     std::lock_guard lock(mutex_);
     stopping_ = true;

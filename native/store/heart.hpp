@@ -8,13 +8,14 @@
 #include <string>
 #include <thread>
 
+#include "fork.hpp"
 #include "store/store.hpp"
 
 namespace phalanx::store {
 
 class Heart {
  public:
-  // The store must outlive it.
+  // The store must outlive it. To be made by make_here: a forked child has not the thread.
   Heart(Store& store, std::string key, double interval);
   ~Heart() { stop(); }
   Heart(const Heart&) = delete;
@@ -36,7 +37,7 @@ class Heart {
   std::mutex mutex_;
   std::condition_variable wake_;
   std::atomic<bool> stopping_ = false, refused_ = false;
-  const int process_;
+  const Origin origin_;
   std::thread thread_;
 };
 

@@ -96,18 +96,13 @@ Server::Server(Descriptor listener, std::string secret, const Limits& limits)
       epoll_ctl(epoll_.fd(), EPOLL_CTL_ADD, listener_.fd(), &knock))
     throw Failure(Kind::Network,
                   "cannot start the store's server: no descriptors left; raise 'ulimit -n'");
-  thread_ = std::make_unique<std::thread>([this] { serve(); });
+  thread_ = std::thread([this] { serve(); });
 }
 
 Server::~Server() {
-  if (generation_ != fork_generation()) {
-    // A forked child has this object but not its thread.
-    static_cast<void>(thread_.release());
-    return;
-  }
   uint64_t one = 1;
   static_cast<void>(!::write(stop_.fd(), &one, sizeof one));
-  thread_->join();
+  thread_.join();
 }
 
 void Server::serve() {

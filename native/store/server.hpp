@@ -27,6 +27,7 @@ class Server {
     double courtesy = 0.25;
   };
 
+  // To be made by make_here: a forked child has its object but not its thread.
   Server(Descriptor listener, std::string secret, const Limits& limits);
   ~Server();
   Server(const Server&) = delete;
@@ -56,7 +57,6 @@ class Server {
 
   const std::string secret_;
   const Limits limits_;
-  const int generation_ = fork_generation();
   Descriptor listener_, epoll_, stop_;
   Descriptor spare_;  // given up to tell a newcomer that there are no others
   const int port_;
@@ -71,7 +71,7 @@ class Server {
   bool accepting_ = true;
   bool ticking_ = false;  // some connection has a deadline
 
-  std::unique_ptr<std::thread> thread_;
+  std::thread thread_;
 };
 
 }  // namespace phalanx::store

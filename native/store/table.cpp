@@ -34,6 +34,30 @@ struct ThreadTicket : Table::Ticket {
 
 }  // namespace
 
+class Table::Locked {
+ public:
+  explicit Locked(Table& table) : table_(table), lock_(table.mutex_.here()) {
+    if (!table.origin_.is_here()) adopt();
+    table.in_use_ = true;
+  }
+  ~Locked() { table_.in_use_ = false; }
+
+ private:
+  // A forked child has a copy, which is whole if nobody was at it, and in which nobody waits.
+  void adopt() {
+    if (table_.in_use_)
+      throw Failure(Kind::Store,
+                    "another thread was using the store when this process was forked, so its "
+                    "content is not known here: make a store of the child's own");
+    table_.waiting_.clear();
+    table_.touched_.clear();
+    table_.origin_ = Origin();
+  }
+
+  Table& table_;
+  std::lock_guard<std::mutex> lock_;
+};
+
 void Table::touch(const std::string& key) {
   if (waiting_.contains(key)) touched_.push_back(key);
 }
@@ -188,13 +212,13 @@ void Table::wake() {
 }
 
 void Table::submit(Ticket& ticket) {
-  std::lock_guard lock(mutex_);
+  Locked lock(*this);
   settle(ticket);
   wake();
 }
 
 bool Table::withdraw(Ticket& ticket) {
-  std::lock_guard lock(mutex_);
+  Locked lock(*this);
   if (!ticket.missing) return false;
   auto found = waiting_.find(*std::exchange(ticket.missing, nullptr));
   std::erase(found->second, &ticket);
@@ -211,7 +235,7 @@ Reply Table::cancelled(const Request& request) {
 }
 
 std::optional<Reply> Table::attempt(Request& request) {
-  std::lock_guard lock(mutex_);
+  Locked lock(*this);
   validate(request);
   Reply reply;
   if (apply(request, reply)) return std::nullopt;
@@ -220,10 +244,11 @@ std::optional<Reply> Table::attempt(Request& request) {
 }
 
 Reply Table::run(Request request, const Patience& patience) {
+  const Origin origin;
   ThreadTicket ticket(std::move(request));
   submit(ticket);
   try {
-    std::unique_lock lock(mutex_);
+    std::unique_lock lock(mutex_.here());
     while (!ticket.done && !patience.exhausted()) {
       ticket.ready.wait_until(lock, patience.look_up(), [&] { return ticket.done; });
       if (ticket.done || !patience.check) continue;
@@ -232,7 +257,7 @@ Reply Table::run(Request request, const Patience& patience) {
       lock.lock();
     }
   } catch (...) {
-    withdraw(ticket);
+    if (origin.is_here()) withdraw(ticket);
     throw;
   }
   withdraw(ticket);

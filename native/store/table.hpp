@@ -2,6 +2,7 @@
 // from one; a FileStore replays its log into one.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <deque>
@@ -10,6 +11,7 @@
 #include <optional>
 #include <unordered_map>
 
+#include "fork.hpp"
 #include "store/store.hpp"
 
 namespace phalanx::store {
@@ -59,8 +61,13 @@ class Table : public Store {
   void settle(Ticket& ticket);
   void wake();
 
+  // Locks the table to look at it and change it.
+  class Locked;
+
   const size_t max_reply_;
-  std::mutex mutex_;
+  PerProcess<std::mutex> mutex_;
+  Origin origin_;
+  std::atomic<bool> in_use_ = false;  // by somebody who has locked it
   std::unordered_map<std::string, std::string> values_;
   std::unordered_map<std::string, std::deque<std::string>> queues_;  // none of them is empty
   std::unordered_map<std::string, std::list<Ticket*>> waiting_;      // by the first key missing

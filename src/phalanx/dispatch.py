@@ -13,6 +13,8 @@ from typing import Any, cast
 
 import torch
 
+from phalanx import forks
+
 Kernel = Callable[..., Any]
 
 
@@ -24,6 +26,7 @@ class Key:
         self._key = torch._C._dispatch_key_parse(name)
         self._set = torch._C.DispatchKeySet(self._key)
         self._lock = threading.Lock()
+        forks.renew(self, "_lock", threading.Lock)
         self._libraries: list[Any] = []  # torch forgets the kernels of one that is gone
 
     def register(

@@ -5,9 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from typing import Any, ClassVar, NoReturn, cast
+from weakref import WeakSet
 
+from phalanx import forks
 from phalanx.backends.base import GroupBackend
 from phalanx.backends.registry import BackendConfig
+from phalanx.errors import DistBackendError
 from phalanx.group_calls import GroupCalls
 from phalanx.types import Timeout, seconds
 
@@ -35,6 +38,28 @@ class _Destroyed:
         raise ValueError(
             f"{operation} on group {self._name!r}, which has been destroyed: "
             "make the call before destroy_process_group, or create the group again"
+        )
+
+
+class _Inherited:
+    """Stands where the transport of a group was, in a child that was forked from its rank."""
+
+    def __init__(self, group: str, backend: GroupBackend) -> None:
+        self._group = group
+        self.name, self.rank, self.size = backend.name, backend.rank, backend.size
+        self.timeout, self.global_ranks = backend.timeout, backend.global_ranks
+
+    def close(self) -> None:
+        """Do nothing: the group is the parent's."""
+
+    def fail(self, reason: str) -> None:
+        """Do nothing: a child does not speak for its parent's rank."""
+
+    def __getattr__(self, operation: str) -> NoReturn:
+        raise DistBackendError(
+            f"{operation} on group {self._group!r}, which belongs to the process that this one was "
+            "forked from: a child is no rank of it (make the group after the fork, or start ranks "
+            "with spawn)"
         )
 
 
@@ -70,6 +95,7 @@ class ProcessGroup(GroupCalls):
         self._store = store
         self._rank = backend.rank
         self.num_splits = 0  # of this group, by all its members alike
+        _groups.add(self)
 
     def rank(self) -> int:
         """Return this rank's number in the group."""
@@ -142,6 +168,21 @@ class ProcessGroup(GroupCalls):
             f"<ProcessGroup {self.group_name!r} ({self.group_desc}): "
             f"rank {self._rank} of {self.ranks}, {self.config!r}>"
         )
+
+
+_groups: WeakSet[ProcessGroup] = WeakSet()
+
+
+@forks.after_fork_in_child
+def _leave_to_parent() -> None:
+    for group in list(_groups):
+        forks.leave_alone(group.backend)
+        forks.leave_alone(group.transport)
+        inherited = cast(GroupBackend, _Inherited(group.group_name, group.backend))
+        if not isinstance(group.transport, _Destroyed):
+            group.transport = inherited
+        group.backend = inherited
+    _groups.clear()
 
 
 def _index(rank: Any) -> int:

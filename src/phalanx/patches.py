@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+from phalanx import forks
+
 Patch = tuple[Any, str, Any]  # an owner, an attribute's name, and what it is meanwhile
 
 
@@ -15,6 +17,7 @@ class Shared:
 
     def __init__(self, context: Callable[[], AbstractContextManager[object]]) -> None:
         self.lock = threading.Lock()  # held while it is entered or left
+        forks.renew(self, "lock", threading.Lock)
         self.num_users = 0
         self._context = context
         self._stack = ExitStack()

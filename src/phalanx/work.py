@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import time
 import weakref
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 from torch.futures import Future
 
-from phalanx import bystanders
-from phalanx.errors import DistTimeout
+from phalanx import bystanders, forks
+from phalanx.errors import DistBackendError, DistTimeout
 from phalanx.types import Deadline, Timeout, seconds
 
 
@@ -171,8 +170,7 @@ def _watch() -> weakref.WeakSet[Deferral]:
     return deferrals
 
 
-# A forked child has not the thread.
-os.register_at_fork(after_in_child=_watch.cache_clear)
+forks.after_fork_in_child(_watch.cache_clear)  # a child has not the thread
 
 
 class DeferredFuture(Future[Any]):
@@ -260,6 +258,15 @@ class CompletedWork(Work):
         return super().source_rank() if self._source is None else self._source
 
 
+def check_not_forked(origin: forks.Origin) -> None:
+    """Raise unless this is the process that began an operation: others have no thread for it."""
+    if not origin.is_here():
+        raise DistBackendError(
+            "the operation was not done when this process was forked: it is the parent's to "
+            "finish, so a child cannot wait for it"
+        )
+
+
 class ThreadWork(Work):
     """A Python call that some thread makes: ``run()`` makes it, ``start()`` in a thread of its own.
 
@@ -272,6 +279,7 @@ class ThreadWork(Work):
         self._source: int | None = None
         self._error: BaseException | None = None
         self._done = threading.Event()
+        self._origin = forks.Origin()
 
     def start(self) -> ThreadWork:
         threading.Thread(target=self.run, name="phalanx-work", daemon=True).start()
@@ -288,7 +296,9 @@ class ThreadWork(Work):
 
     def wait(self, timeout: Timeout | None = None) -> bool:
         limit = None if timeout is None else seconds(timeout)
-        if not self._done.wait(limit):
+        if not self._done.is_set():
+            check_not_forked(self._origin)
+        if not self._done.is_set() and not self._done.wait(limit):
             raise DistTimeout(f"the operation is still running after a wait of {limit} s")
         if self._error is not None:
             raise self._error

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.autograd import profiler
 
+from phalanx import forks
 from phalanx.backends.base import GroupBackend
 from phalanx.backends.registry import Backend, BackendConfig, BackendOptions, is_backend_available
 from phalanx.groups import ProcessGroup
@@ -52,6 +53,7 @@ class World:
         self.layers: list[Any] = []  # of phalanx.debug.layers, on all its groups
         self.local_names: Counter[tuple[int, ...]] = Counter()
         self.on_close: Callable[[], None] = lambda: None
+        self._origin = forks.Origin()
 
     @classmethod
     def create(
@@ -124,6 +126,8 @@ class World:
 
     def close(self) -> None:
         """Close all groups, the newest first."""
+        if not self._origin.is_here():
+            return  # it is the parent's
         while self.groups:
             self.remove_group(next(reversed(self.groups.values())))
         for kept in self.shared.values():
@@ -160,11 +164,14 @@ class _Binding(threading.local):
 _bound = _Binding()
 
 
-def _forget() -> None:
+@forks.after_fork_in_child
+def _leave_to_parent() -> None:
+    """Be no rank: a child may make worlds of its own."""
+    for slot in {_PROCESS, _bound.slot}:
+        if slot.world is not None:
+            forks.leave_alone(slot.world)
     _PROCESS.world = None
-
-
-os.register_at_fork(after_in_child=_forget)  # a forked child is no rank
+    _bound.slot = _PROCESS  # also in a thread that was a rank
 
 
 def _watch() -> Any:

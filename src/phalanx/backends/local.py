@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import sys
 import traceback
 import weakref
@@ -14,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from phalanx import _native, bystanders, errors
+from phalanx import _native, bystanders, errors, forks
 from phalanx.backends import overlaps
 from phalanx.backends.base import Call, GroupBackend
 from phalanx.backends.registry import BackendOptions
@@ -393,7 +392,7 @@ def _work(pending: _native.Pending | None, outputs: Sequence[Tensor]) -> NativeW
 
 
 # A forked child is not this rank, and does not speak for it.
-os.register_at_fork(after_in_child=_open_backends.clear)
+forks.after_fork_in_child(_open_backends.clear)
 
 
 @atexit.register

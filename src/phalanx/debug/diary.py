@@ -6,14 +6,13 @@ a few times in a second.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 from collections import deque
 from types import FrameType
 
-from phalanx import bystanders
+from phalanx import bystanders, forks
 from phalanx.backends.base import GroupBackend
 from phalanx.debug import notes
 from phalanx.debug.notes import Entry
@@ -87,13 +86,11 @@ def close(world: World) -> None:
             _stop = None
 
 
+@forks.after_fork_in_child
 def _forget() -> None:
     global _lock, _stop
     _lock, _stop = threading.RLock(), None  # somebody who is not here may hold it
     _diaries.clear()
-
-
-os.register_at_fork(after_in_child=_forget)  # a forked child is no rank
 
 
 def _look_at_all(stop: threading.Event) -> None:

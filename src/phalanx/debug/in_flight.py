@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from phalanx import dispatch
+from phalanx import dispatch, forks
 from phalanx.backends import overlaps
 from phalanx.backends.base import COLLECTIVES, Call
 from phalanx.debug import notes
@@ -314,14 +314,12 @@ def follow() -> None:
 unseen = _KEY.excluded
 
 
+@forks.after_fork_in_child
 def _forget() -> None:
     global _registration
     _registration = threading.Lock()  # somebody who is not here may hold it
     for world in list(_flights):
         close(world)
-
-
-os.register_at_fork(after_in_child=_forget)  # a forked child is no rank
 
 
 def used(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], rank: int) -> list[Used]:

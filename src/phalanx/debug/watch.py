@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from phalanx import _native, errors, logs
+from phalanx import _native, errors, forks, logs
 from phalanx.backends import shapes
 from phalanx.debug import detail, layers, levels, recorder
 from phalanx.errors import DistBackendError, DistStoreError
@@ -159,6 +159,7 @@ def _stop_listening() -> None:
         signal.signal(_SIGNAL, signal.SIG_DFL)
 
 
+@forks.after_fork_in_child
 def _forget() -> None:
     _worlds.clear()
     _stop_listening()
@@ -170,4 +171,3 @@ def _rank_here() -> int:
 
 
 logs.set_identity(_rank_here)
-os.register_at_fork(after_in_child=_forget)  # a forked child is no rank

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from typing import Protocol
 
+from phalanx import forks
+
 
 class Member(Protocol):
     """A rank of a thread world, as its threads know it."""
@@ -18,6 +20,11 @@ class _Here(threading.local):
 
 
 here = _Here()
+
+
+@forks.after_fork_in_child
+def _be_nobody() -> None:
+    here.rank = None
 
 
 def ancestry(member: Member | None) -> list[Member]:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from io import StringIO
 from typing import IO, Any, TextIO
 
+from phalanx import forks
 from phalanx.launch import identity
 from phalanx.launch.identity import Member
 from phalanx.launch.output import label
@@ -169,6 +170,7 @@ class _Buffer:
 
 
 _lock = threading.Lock()
+forks.renew(sys.modules[__name__], "_lock", threading.Lock)
 _listeners: list[_Listener] = []  # the outermost first
 _streams: list[_Stream] = []  # those in place
 _direct: dict[Member, Mapping[str, IO[str]]] = {}

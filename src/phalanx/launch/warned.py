@@ -14,6 +14,7 @@ import warnings
 from collections import defaultdict
 from typing import Any, cast
 
+from phalanx import forks
 from phalanx.launch.identity import Member, here
 
 _module: Any = warnings
@@ -21,6 +22,7 @@ _catch: Any = warnings.catch_warnings
 _enter, _exit = _catch.__enter__, _catch.__exit__
 
 _lock = threading.RLock()
+forks.renew(sys.modules[__name__], "_lock", threading.RLock)
 _logs: dict[Member, list[list[Any]]] = defaultdict(list)  # of each rank, the innermost last
 _open: list[Any] = []  # blocks that ranks are in
 _outside: tuple[Any, Any] = ([], None)  # filters and showwarning around all of them

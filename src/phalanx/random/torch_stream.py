@@ -18,7 +18,6 @@ compiles once for each.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 
-from phalanx import dispatch
+from phalanx import dispatch, forks
 
 _KEY = dispatch.Key("TESTING_ONLY_GenericMode")
 
@@ -118,7 +117,7 @@ def _is_default(generator: Any) -> bool:
     return generator is None or generator._cdata == ours._cdata
 
 
-_exchange = threading.Lock()
+_exchange = threading.Lock()  # made anew in forked children
 
 
 @contextmanager
@@ -132,12 +131,10 @@ def _as_default(stream: Stream) -> Iterator[None]:
         _default.set_state(outer)
 
 
-def _after_fork() -> None:
+@forks.after_fork_in_child
+def _renew_locks() -> None:
     # A thread that held the lock is not in the child; the child's stream is its own copy.
-    global _exchange
-    _exchange = threading.Lock()
+    global _exchange, _registration
+    _exchange, _registration = threading.Lock(), threading.Lock()
     if stream := current():
         stream.lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_after_fork)

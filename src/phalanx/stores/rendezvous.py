@@ -28,6 +28,7 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +38,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
+from phalanx import forks
 from phalanx.extras import install
 from phalanx.process import Stat
 from phalanx.stores import FileStore, PrefixStore, Store, TCPStore, slurm
@@ -106,12 +108,14 @@ def _shown(url: str) -> str:
 
 
 _lock = threading.Lock()
+forks.renew(sys.modules[__name__], "_lock", threading.Lock)
 # A rank keeps its way to a place, and rank 0 the server there, until the process ends: a rank that
 # is quick to come back must not find the server of the world before it about to close.
 _places: dict[tuple[object, ...], TCPStore] = {}
 _visits: Counter[tuple[object, ...]] = Counter()
 
 
+@forks.after_fork_in_child
 def _forget() -> None:
     with _lock:
         _places.clear()

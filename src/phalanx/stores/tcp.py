@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 import weakref
 
-from phalanx import _native, logs
+from phalanx import _native, forks, logs
 from phalanx.errors import StoreTimeout
 from phalanx.stores import secret as job_secret
 from phalanx.stores.base import DEFAULT_TIMEOUT, Timeout, seconds
@@ -19,6 +20,8 @@ _tenancies: weakref.WeakValueDictionary[tuple[str, int], _native.StoreServer] = 
     weakref.WeakValueDictionary()
 )
 _tenancies_lock = threading.Lock()
+forks.renew(sys.modules[__name__], "_tenancies_lock", threading.Lock)
+forks.after_fork_in_child(_tenancies.clear)  # the servers are the parent's
 
 
 class TCPStore(CoreStore):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from weakref import WeakSet
 import torch
 from torch.futures import Future
 
-from phalanx import bystanders
+from phalanx import bystanders, forks
 from phalanx.errors import DistTimeout
 from phalanx.work import Work
 
@@ -31,9 +30,6 @@ def _close_at_exit() -> None:
         completer.close()
 
 
-os.register_at_fork(after_in_child=_open.clear)  # a forked child has not the threads
-
-
 class Completer:
     """Completes the futures of one group's works.
 
@@ -45,13 +41,21 @@ class Completer:
     """
 
     def __init__(self) -> None:
+        _open.add(self)
+        self._begin()
+
+    def _begin(self) -> None:
         self._queue: SimpleQueue[tuple[Work, Future[Any], bool] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._threads: WeakSet[threading.Thread] = WeakSet()
-        _open.add(self)
         self._changed = threading.Condition()
         self.unsettled = 0  # futures of collectives with callbacks that may not have run
         self.dropped: deque[Any] = deque(maxlen=64)  # works that nobody has waited for, the newest
+
+    def begin_anew(self) -> None:
+        """Forget what threads were to do that a forked child does not have."""
+        forks.leave_alone((self._queue, self.dropped))
+        self._begin()
 
     def future(self, work: Work, in_order: bool, has_callbacks: bool) -> Future[Any]:
         """Return a future of the list of output tensors of ``work``."""
@@ -117,6 +121,14 @@ class Completer:
         with self._changed:
             self.unsettled -= goes_first
             self._changed.notify_all()
+
+
+@forks.after_fork_in_child
+def _leave_to_parent() -> None:
+    for completer in list(_open):
+        completer.begin_anew()
+    _open.clear()
+    _callers.clear()
 
 
 def _outputs(work: Work) -> list[torch.Tensor]:

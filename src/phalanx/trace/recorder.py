@@ -5,18 +5,21 @@ from __future__ import annotations
 import atexit
 import errno
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ContextDecorator, contextmanager
 from pathlib import Path
 
-from phalanx import _native, logs
+from phalanx import _native, forks, logs
 
 VARIABLE = "PHALANX_TRACE"
 
 _log = logs.area("trace")
 _lock = threading.Lock()
 _asking = threading.Lock()  # held while starting, which takes the other
+forks.renew(sys.modules[__name__], "_lock", threading.Lock)
+forks.renew(sys.modules[__name__], "_asking", threading.Lock)
 _directory: Path | None = None
 _users = 0
 _asked = False

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from phalanx import forks
 from phalanx.backends.base import COLLECTIVE
 from phalanx.backends.engines.frames import Frame
 from phalanx.errors import DistBackendError, DistTimeout
 from phalanx.types import Deadline, Timeout, seconds
-from phalanx.work import Work
+from phalanx.work import Work, check_not_forked
 
 
 class Failure(NamedTuple):
@@ -85,6 +86,7 @@ class Pending(Work):
         self._error: BaseException | None = None
         self._source = -1
         self._ending = threading.Lock()
+        self._origin = forks.Origin()
         self.done = Gate()
 
     def finish(self, source: int = -1) -> None:
@@ -100,6 +102,8 @@ class Pending(Work):
                 self.done.set()
 
     def wait(self, timeout: Timeout | None = None) -> bool:
+        if not self.done.is_set():
+            check_not_forked(self._origin)
         if timeout is not None:
             limit = seconds(timeout)
             if not self.done.is_set() and not self._stall(self.done, limit):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
 import sys
 import threading
 import time
@@ -21,7 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from phalanx import errors
+from phalanx import errors, forks
 from phalanx.backends import shapes
 from phalanx.backends.base import COLLECTIVE
 from phalanx.backends.engines import frames, sites
@@ -455,7 +454,11 @@ class MessageEngine(Collectives):
 
 
 # A forked child is not this rank, and does not speak for it.
-os.register_at_fork(after_in_child=_open_engines.clear)
+@forks.after_fork_in_child
+def _leave_to_parent() -> None:
+    for engine in list(_open_engines):
+        forks.leave_alone(engine)
+    _open_engines.clear()
 
 
 @atexit.register

@@ -189,6 +189,8 @@ class Hierarchy(OneByOne):
                 self._vigil.look([], number)
                 step(deadline, *args)
         except DistBackendError as error:
+            if not self._vigil.origin.is_here():
+                raise  # a forked child tells nobody: the parent goes on
             raise self._break(step.__name__.strip("_"), error, deadline) from None
         finally:
             self._running = None

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from phalanx import _native, bystanders
+from phalanx import _native, bystanders, forks
 from phalanx.backends.engines.mailbox import Pending
 from phalanx.backends.engines.messages import MessageEngine
 from phalanx.backends.hierarchy.warden import StoreLost, Warden
@@ -36,6 +36,7 @@ class Vigil:
         self.group = group
         self.global_ranks = global_ranks
         self._closed = threading.Event()
+        self.origin = forks.Origin()
 
     @property
     def is_closed(self) -> bool:
@@ -69,7 +70,8 @@ class Vigil:
                 if (error := work.exception()) is not None:
                     raise self._cause(error, needs, number, check)
         except BaseException:
-            self._engine.withdraw(work)  # what comes now must not be written any more
+            if self.origin.is_here():
+                self._engine.withdraw(work)  # what comes now must not be written any more
             raise
 
     def _expire(self, work: Pending, limit: float) -> None:
@@ -102,6 +104,11 @@ class Vigil:
 
         ``check`` is what `shown` gave: others may have left over a deadlock that this is part of.
         """
+        if not self.origin.is_here():
+            raise DistBackendError(
+                "this process was forked in the middle of an operation of its parent (by a signal "
+                "handler): it is no rank; let a child that a handler forks end there"
+            )
         check()
         if self._closed.is_set():
             raise DistBackendError("the group has been closed by its own rank")
