@@ -12,6 +12,8 @@ import traceback
 
 import pytest
 import torch
+from calls import MOVING, Call, everybody_goes_on
+from pretended_hosts import on_hosts
 
 import phalanx as dist
 from phalanx import _native, logs
@@ -493,3 +495,45 @@ def test_processes_read_from_the_terminal_of_their_launcher(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "'I am 1'" in done.stdout
     assert done.stdout.splitlines()[-1].endswith("['I am 0', 'I am 1']")
+
+
+# Asynchronous calls
+
+
+def calls_that_differ():
+    rank = dist.get_rank()
+    for name in MOVING:
+        call = Call(name, dtype=torch.float64 if rank == 1 else torch.float32, async_op=True)
+        with pytest.raises(dist.CollectiveMismatch, match="seen at debug level DETAIL"):
+            call.run()
+        assert call.untouched()
+    tensors = [torch.full((2 + rank,), 1.0 + rank), torch.full((3,), 1.0 + rank)]
+    with pytest.raises(dist.CollectiveMismatch):
+        dist.all_reduce_coalesced(tensors, async_op=True)
+    with pytest.raises(dist.CollectiveMismatch), dist._coalescing_manager(async_ops=True):
+        dist.all_reduce(tensors[0])
+    with pytest.raises(dist.CollectiveMismatch):
+        dist.group.WORLD.allreduce([tensors[0]], dist.AllreduceOptions())
+    assert tensors[0].tolist() == [1.0 + rank] * (2 + rank)
+    # Calls that agree give works as ever, whose tensors are in use until they are waited for.
+    tensor = torch.tensor([1.0 + rank])
+    work = dist.all_reduce(tensor, async_op=True)
+    with pytest.raises(dist.BufferInUse):
+        tensor.add_(1)
+    work.wait()
+    assert tensor.item() == 3
+    everybody_goes_on()
+
+
+def test_calls_that_differ_raise_before_their_works_are_waited_for(detail):
+    run_ranks(calls_that_differ, 2)
+
+
+def calls_that_differ_over_hosts():
+    rank = dist.get_rank()
+    with pytest.raises(dist.CollectiveMismatch):
+        dist.all_reduce(torch.ones(2 + (rank == 2)), async_op=True)
+
+
+def test_calls_that_differ_over_hosts_raise_themselves(detail):
+    on_hosts(calls_that_differ_over_hosts, "aab")

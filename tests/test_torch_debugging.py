@@ -50,6 +50,13 @@ def _mismatches():
         "dtype": said(lambda: dist.all_reduce(torch.ones(4, dtype=dtype))),
         "source": said(lambda: dist.broadcast(torch.ones(4), src=rank)),
     }
+    works = []
+    messages["asynchronous"] = said(
+        lambda: works.append(dist.all_reduce(torch.ones(6 + rank), async_op=True))
+    )
+    assert len(works) == (messages["asynchronous"] is None)
+    if works:
+        messages["waiting"] = said(works[0].wait)
     shaped = torch.arange(6.0).reshape((2, 3) if rank else (1, 6)) * (rank + 1)
     messages["shape"] = said(lambda: dist.all_reduce(shaped))
     scale = 1 + rank if messages["shape"] else 3
@@ -62,6 +69,8 @@ FACTS = {
     "operation": ["all_gather(float32[4])", "all_reduce(float32[4], SUM)"],
     "size": ["float32[4]", "float32[5]"],
     "dtype": ["float32[4]", "float64[4]"],
+    "asynchronous": ["float32[6]", "float32[7]"],
+    "waiting": ["float32[6]", "float32[7]"],
     "source": ["src=0", "src=1"],
 }
 
@@ -74,6 +83,7 @@ def test_mismatches_are_named_at_all_debug_levels(monkeypatch, level):
         assert (name, reduced) == (level, 3)
         if level != "DETAIL":
             assert messages.pop("shape") is None
+            assert messages.pop("asynchronous") is None  # raised by wait() instead
         for kind, message in messages.items():
             for fact in (*FACTS[kind], "rank 0", "rank 1", "test_torch_debugging.py"):
                 assert fact in message

@@ -94,12 +94,15 @@ class Detailed(Layer):
         self._diary.begin(called.entry)
         try:
             result = operation(*args, **kwargs)
+            if name in COLLECTIVES and isinstance(result, Work):
+                # What ranks do not agree on, the call itself raises: few look at every work.
+                result.wait()
         except DistBackendError as error:
             explain(error, called)
             raise
         finally:
             self._diary.end()
-            if name in COLLECTIVES and not kwargs.get("async_op"):
+            if name in COLLECTIVES:
                 self._issued = self._backend.sequence_number()
         if not isinstance(result, Work):
             self._flights.end_before(flight)
