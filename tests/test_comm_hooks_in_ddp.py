@@ -278,3 +278,26 @@ def test_post_local_sgd():
         assert models[2] == models[3]
         is_global = step < start or (step - start) % period == 0
         assert (models[0] == models[2]) == is_global
+
+
+def _with_graph():
+    """Note whether a hook sees autograd at work in a pass that keeps its graph."""
+    ddp = DDP(mlp(width=4), **SMALL)
+    seen = set()
+
+    def hook(state, bucket):
+        seen.add(torch.is_grad_enabled())
+        return default.allreduce_hook(state, bucket)
+
+    ddp.register_comm_hook(None, hook)
+    for _ in range(2):
+        ddp.zero_grad()
+        loss_of(ddp(own(batches(1)[0]))).backward(create_graph=True)
+        assert all(p.grad.requires_grad for p in ddp.parameters())
+    ddp.zero_grad()
+    return seen
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph")
+def test_hooks_do_not_enter_the_graph():
+    assert run_ranks(_with_graph, 2) == [{False}] * 2

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import phalanx as dist
 from phalanx import DistributedDataParallel as DDP
+from phalanx.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from phalanx.testing import run_ranks
 
 OPTIONS: list[dict[str, Any]] = [
@@ -436,6 +437,107 @@ def test_buffers_may_differ():
     assert torch.equal(first[0], second[0])
 
 
+def _buffers_apart(option, start):
+    """Compare buffers that no forward pass copies with those of a module on its own."""
+    alone = nn.BatchNorm1d(6)
+    alone.running_mean.fill_(float(start))
+    for batch in [*batches(3), batches(3)[-1]]:
+        alone(own(batch))
+    _, _, mean, _ = _buffers(option)
+    torch.testing.assert_close(mean, alone.running_mean)
+
+
+def test_buffers_stay_each_ranks_own():
+    run_ranks(lambda: _buffers_apart({"broadcast_buffers": False}, dist.get_rank()), 3)
+    run_ranks(lambda: _buffers_apart({"forward_sync_buffers": False}, 0), 3)
+
+
+def _replaced_buffer():
+    model = nn.BatchNorm1d(6)
+    ddp = DDP(model)
+    ddp(own(batches(1)[0]))
+    model.running_mean = torch.full((6,), 10.0 * (dist.get_rank() + 1))
+    model.eval()
+    ddp(own(batches(1)[0]))
+    return model.running_mean.tolist()
+
+
+def test_a_buffer_that_was_replaced_follows_rank_0():
+    assert run_ranks(_replaced_buffer, 3) == [[10.0] * 6] * 3
+
+
+class Noted(torch.futures.Future):
+    """Says when it is waited for."""
+
+    def __init__(self, seen):
+        super().__init__()
+        self.seen = seen
+
+    def wait(self):
+        self.seen.append("waited")
+
+
+def _buffer_futures(several):
+    seen = []
+    ddp = DDP(nn.BatchNorm1d(6))
+    ddp._register_buffer_comm_hook(
+        None, lambda state, buffers: [Noted(seen), Noted(seen)] if several else Noted(seen)
+    )
+    output = ddp(own(batches(1)[0]))
+    assert seen == []
+    output.sum().backward()
+    assert seen == ["waited"] * (1 + several)
+    output = ddp(own(batches(1)[0]))
+    output.sum().backward()
+    assert seen == ["waited"] * 2 * (1 + several)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_futures_of_buffer_hooks_are_waited_for_in_backward(several):
+    run_ranks(_buffer_futures, 2, several)
+
+
+def _whole_in_checkpoint(reentrant):
+    """Recompute the wrapped module itself, with buffers that count its forward passes."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+    alone = copy.deepcopy(model)
+    ddp = DDP(model)
+    rank = dist.get_rank()
+    everybody = [torch.randn(4 + r, 6).double() for r in range(3)]
+    for step in range(3):
+        ddp.zero_grad()
+        alone.zero_grad()
+        x = (everybody[rank] + step).requires_grad_()
+        output = checkpoint(ddp, x, use_reentrant=reentrant, preserve_rng_state=False)
+        (output.square().mean() * (rank + 1)).backward()
+        for r, each in enumerate(everybody):
+            (alone(each + step).square().mean() * (r + 1) / 3).backward()
+        assert_close([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_whole_module_may_be_recomputed(reentrant):
+    torch.manual_seed(7)
+    run_ranks(_whole_in_checkpoint, 3, reentrant)
+
+
+def _nested_blocks():
+    ddp = DDP(mlp())
+    alone = mlp()
+    rank = dist.get_rank()
+    x = torch.arange(6.0).view(1, 6) + rank
+    with ddp.no_sync():
+        with ddp.no_sync():
+            pass
+        loss_of(ddp(x)).backward()  # still not reduced
+    loss_of(alone(x)).backward()
+    assert_close([p.grad for p in ddp.parameters()], [p.grad for p in alone.parameters()])
+
+
+def test_a_block_without_sync_in_another_ends_alone():
+    run_ranks(_nested_blocks, 3)
+
+
 def _buffer_hook(location):
     model = nn.BatchNorm1d(6)
     ddp = DDP(model)
@@ -485,6 +587,77 @@ def _copies():
     group = dist.new_group()
     with pytest.raises(RuntimeError, match="default process group"):
         pickle.dumps(DDP(mlp(), process_group=group))
+
+
+def _static_copies():
+    ddp = DDP(mlp(), static_graph=True)
+    for each in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        for batch in batches(2):
+            loss_of(each(own(batch))).backward()
+        output = each.module[0](own(batch))  # the rest of the graph is not used
+        each.reducer.arm([output])
+        with pytest.raises(RuntimeError, match="training graph has changed"):
+            loss_of(output).backward()
+
+
+def test_a_static_graph_stays_one_in_copies():
+    run_ranks(_static_copies, 2)
+
+
+class Repeats(nn.Module):
+    """Recomputes one layer as often as it is told."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, x, times):
+        for _ in range(times):
+            x = checkpoint(self.first, x, use_reentrant=True)
+        return self.last(x)
+
+
+def _repeats(options, times):
+    model = Repeats()
+    alone = copy.deepcopy(model)
+    ddp = DDP(model, static_graph=True, **options)
+    rank = dist.get_rank()
+    everybody = [torch.arange(12.0).view(2, 6).sub(6).div(9 + r) for r in range(3)]
+    for number in times:
+        ddp.zero_grad()
+        alone.zero_grad()
+        x = everybody[rank].clone().requires_grad_()
+        (loss_of(ddp(x, number)) * (rank + 1)).backward()
+        for r, each in enumerate(everybody):
+            loss = loss_of(alone(each.clone().requires_grad_(), number)) * (r + 1) / 3
+            loss.backward()
+        assert_close([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+
+
+def test_a_static_graph_reduces_nothing_before_it_is_known():
+    run_ranks(_repeats, 3, {"bucket_cap_mb_list": [0.00001] * 4}, [2, 2])
+
+
+@pytest.mark.filterwarnings("ignore:static_graph finds unused")
+def test_a_gradient_may_come_less_often_if_parameters_may_be_unused():
+    run_ranks(_repeats, 3, {"find_unused_parameters": True}, [2, 2, 1, 2])
+
+
+def _rebuilds(options):
+    ddp = DDP(mlp(), bucket_cap_mb=0.0004, **options)
+    train(ddp, 2)
+    return ddp._get_ddp_logging_data().get("has_rebuilt_buckets", 0), len(ddp.reducer.buckets)
+
+
+@pytest.mark.filterwarnings("ignore:static_graph finds unused")
+def test_when_buckets_are_built_anew():
+    for static, unused in ((False, False), (True, False), (True, True), (False, True)):
+        options = {"static_graph": static, "find_unused_parameters": unused}
+        rebuilt = static or not unused  # otherwise there is no order to build them in
+        for done, count in run_ranks(_rebuilds, 2, options):
+            assert done == rebuilt
+            assert count > 1
 
 
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
@@ -570,6 +743,26 @@ def _delayed(cleared_late):
         loss_of(output).backward()
         loss_of(alone(batch)).backward()
         assert_close([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+
+
+def _delayed_with_hook():
+    model, alone = mlp(), mlp()
+    named = [(n, p) for n, p in model.named_parameters() if n.startswith("3")]
+    ddp = DDP(model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=model[0].weight)
+    ddp.register_comm_hook(None, noop_hook)
+    batch = batches(1)[0]
+    loss_of(ddp(own(batch))).backward()
+    loss_of(alone(batch)).backward()
+    whole = {name: p.grad.clone() for name, p in alone.named_parameters()}
+    alone.zero_grad()
+    loss_of(alone(own(batch))).backward()
+    for name, param in alone.named_parameters():
+        expected = whole[name] if name.startswith("3") else param.grad
+        assert_close([model.get_parameter(name).grad], [expected])
+
+
+def test_delayed_parameters_are_reduced_apart():
+    run_ranks(_delayed_with_hook, 3)
 
 
 @pytest.mark.parametrize("cleared_late", [False, True])

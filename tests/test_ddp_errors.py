@@ -90,6 +90,65 @@ def test_an_earlier_gradient_of_an_unused_parameter_stays_bitwise(static):
     run_ranks(_untouched, 3, static)
 
 
+def _in_a_group():
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return ""
+    ddp = DDP(Branches(), process_group=group)
+    used = ["left"] if dist.get_rank() == 2 else ["left", "right"]
+    with pytest.raises(RuntimeError) as caught:
+        ddp(own(batches(1)[0]), used).sum().backward()
+    return str(caught.value)
+
+
+def test_ranks_in_messages_are_those_of_the_world():
+    _, second, third = run_ranks(_in_a_group, 3)
+    assert "did not receive grad for rank 2: 1" in third  # the index on this rank
+    for message in (second, third):
+        assert "did not receive grad for rank 2: right.weight" in message
+        assert "received grad on rank 1" in message
+
+
+def _carried():
+    """Use a parameter in a pass that is not reduced, and not in the one that is."""
+    model = Branches()
+    ddp = DDP(model)
+    rank = dist.get_rank()
+    x = torch.arange(12.0).view(2, 6) * (rank + 1)
+    for _ in range(2):
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(x, ["left", "right"]).sum().backward()
+        ddp(x, ["left"]).sum().backward()
+        rows = x.sum(0) * 2 / (rank + 1)  # the average over ranks 1, 2, 3
+        assert_close([model.right.weight.grad], [rows.expand(3, 6)])
+        assert_close([model.left.weight.grad], [2 * rows.expand(3, 6)])
+    # What was carried once does not count later.
+    ddp.zero_grad()
+    with pytest.raises(RuntimeError, match=r"did not receive grad for rank 1: right\.weight"):
+        ddp(x, ["left"] if rank == 1 else ["left", "right"]).sum().backward()
+
+
+def test_gradients_of_passes_that_were_not_reduced_count_once():
+    run_ranks(_carried, 3)
+
+
+def _changed_by_rank():
+    """Leave a gradient of the step before, which each rank has changed, to a pass without it."""
+    model = Branches()
+    ddp = DDP(model, find_unused_parameters=True)
+    ddp(own(batches(1)[0]), ["left", "right"]).sum().backward()
+    model.right.weight.grad.mul_(dist.get_rank() + 1)
+    before = model.right.weight.grad.clone()
+    model.left.weight.grad = None
+    ddp(own(batches(1)[0]), ["left"]).sum().backward()
+    assert torch.equal(model.right.weight.grad, before)
+
+
+def test_a_gradient_that_no_rank_adds_to_stays_each_ranks_own():
+    run_ranks(_changed_by_rank, 3)
+
+
 def _skips():
     model = Branches()
     ddp = DDP(
@@ -370,14 +429,14 @@ def test_a_rank_that_fails_between_steps_is_named_in_backward():
     assert re.search(r"test_ddp_errors\.py:\d+ in _dies", str(first))
 
 
-def _late():
+def _late(cap):
     dist.group.WORLD.set_timeout(0.5)
     store = dist.group.WORLD.get_group_store()
-    ddp = DDP(mlp())
+    ddp = DDP(mlp(), bucket_cap_mb=cap)
     outcomes = []
-    for step in range(3):
+    for step in range(4):
         ddp.zero_grad()
-        if dist.get_rank() == 1 and step == 1:
+        if dist.get_rank() == 1 and step == 2:
             store.wait(["given up"], 30)
         try:
             ddp(own(batches(1)[0])).sum().backward()
@@ -389,7 +448,8 @@ def _late():
     return outcomes, ddp.module[0].weight.grad
 
 
-def test_training_goes_on_after_a_timeout():
-    (first, grad), (second, other) = run_ranks(_late, 2)
-    assert first == second == ["", "late", ""]
+@pytest.mark.parametrize("cap", [25, 0.0004])
+def test_training_goes_on_after_a_timeout(cap):
+    (first, grad), (second, other) = run_ranks(_late, 2, cap)
+    assert first == second == ["", "", "late", ""]
     assert torch.equal(grad, other)

@@ -306,6 +306,8 @@ REFUSED = {
 
 # Some of three, where two meet in what the third leaves behind.
 MORE = (
+    {"join", "sparse", "zero"},
+    {"join", "static", "unused"},
     *(
         {"join", "mixed", "sparse"},
         {"mixed", "sparse", "unused"},

@@ -120,6 +120,71 @@ def test_all_stop_with_the_first(kind):
     assert "Rank 1 exhausted all inputs" in results[1][1]
 
 
+def _keeps(options):
+    """Return a rank's gradients after its last own step, and after all have joined."""
+    rank = dist.get_rank()
+    model = mlp(width=5)
+    ddp = DDP(model, bucket_cap_mb=0.0001, **options)
+    with ddp.join():
+        for step in range((2, 4, 1)[rank]):
+            ddp.zero_grad()
+            x = torch.full((2 + rank, 6), (step + 1.0) * (rank + 1))
+            ddp(x).square().mean().backward()
+        held = [p.grad for p in model.parameters()]
+        before = [grad.clone() for grad in held]
+    for param, grad in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.grad, grad)
+    if not options.get("gradient_as_bucket_view"):  # which may be written over
+        assert all(map(torch.equal, held, before))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"skip_all_reduce_unused_params": True}],
+    ids=str,
+)
+def test_a_rank_that_has_joined_keeps_its_gradients(options):
+    run_ranks(_keeps, 3, options)
+
+
+def _leaves_alone():
+    """Join with parameters to ignore, and buffers that are each rank's own."""
+    rank = dist.get_rank()
+    model = Buffers()
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["layers.0.bias"])
+    ddp = DDP(model, forward_sync_buffers=False)
+    with ddp.join():
+        for step in range((1, 3, 2)[rank]):
+            ddp(torch.arange(24.0).view(4, 6) * (rank + 1) + step).sum().backward()
+        model.layers[0].bias.data.fill_(float(rank))
+        model.layers[1].running_mean.fill_(float(rank))
+    return model.layers[0].bias.tolist(), model.layers[1].running_mean.tolist()
+
+
+def test_what_is_each_ranks_own_stays_so():
+    for rank, (bias, mean) in enumerate(run_ranks(_leaves_alone, 3)):
+        assert bias == [rank] * 4
+        assert mean == [rank] * 4
+
+
+def _in_groups():
+    """Two groups whose ranks have different numbers of inputs, each on its own."""
+    rank = dist.get_rank()
+    groups = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+    group = groups[rank in (1, 2)]
+    ddp = DDP(Buffers(), process_group=group)
+    with ddp.join():
+        for step in range((1, 2, 4, 3)[rank]):
+            ddp(torch.arange(24.0).view(4, 6) * (rank + 1) + step).sum().backward()
+    return [tensor.clone() for tensor in ddp.state_dict().values()]
+
+
+def test_groups_join_apart():
+    results = run_ranks(_in_groups, 4)
+    for first, second in ((0, 3), (1, 2)):
+        assert all(map(torch.equal, results[first], results[second]))
+
+
 def test_processes():
     kind = "buffers"
     train([0, 3], kind=kind, interval=2, divide=False, throw=False, ranks="processes")

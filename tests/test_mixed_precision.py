@@ -1,6 +1,7 @@
 """Computing in a lower precision than parameters are kept in."""
 
 import copy
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 import phalanx as dist
 from phalanx import DistributedDataParallel as DDP
-from phalanx.parallel.precision import MixedPrecision
+from phalanx.parallel.precision import MixedPrecision, cast_floats
 from phalanx.testing import run_ranks
 
 BF16 = torch.bfloat16
@@ -133,3 +134,115 @@ def test_autocast():
     first, second = run_ranks(_autocast, 2)
     assert first == second
     assert first[-1] < first[0] / 2
+
+
+class Rows(nn.Module):
+    """A table with sparse gradients, of which not every rank uses rows."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(4, 3, sparse=True)
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x, ids):
+        return self.layer(x if ids is None else x + self.table(ids))
+
+
+def _sparse(reduce_dtype):
+    rank = dist.get_rank()
+    model = Rows()
+    ddp = DDP(
+        model,
+        mixed_precision=MixedPrecision(torch.float32, reduce_dtype),
+        find_unused_parameters=True,
+    )
+    for _ in range(2):
+        ddp.zero_grad()
+        ids = None if rank == 1 else torch.tensor([rank, 3])
+        (ddp(torch.ones(2, 3), ids).sum() * (rank + 1) / 3).backward()
+    return model.table.weight.grad, model.layer.weight.detach()
+
+
+@pytest.mark.parametrize("reduce_dtype", [BF16, torch.float64])
+def test_sparse_gradients_are_reduced_in_the_type_asked_for(reduce_dtype):
+    for grad, weight in run_ranks(_sparse, 3, reduce_dtype):
+        assert grad.dtype is torch.float32
+        parts = [weight.sum(0).mul(rank + 1).div(3).to(reduce_dtype) for rank in range(3)]
+        true = torch.stack([parts[0], torch.zeros_like(parts[0]), parts[2], parts[0] + parts[2]])
+        tolerance = 0.02 if reduce_dtype is BF16 else 1e-6
+        torch.testing.assert_close(
+            grad.to_dense(), true.float() / 3, rtol=tolerance, atol=tolerance
+        )
+        assert torch.equal(grad.to_dense(), grad.to_dense().to(reduce_dtype).float())
+
+
+class Keywords(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+
+    def forward(self, x, *, scale):
+        assert x.dtype is scale.dtype is BF16
+        return self.layer(x) * scale
+
+
+def _keywords():
+    ddp = DDP(Keywords(), mixed_precision=MixedPrecision(BF16))
+    ddp(torch.ones(2, 3), scale=torch.ones(2)).sum().backward()
+
+
+def test_keyword_arguments_are_converted():
+    run_ranks(_keywords, 2)
+
+
+def _refused_between():
+    model = mlp(width=4)
+    alone = copy.deepcopy(model)
+    model[0].bias.requires_grad_(False)
+    ddp = DDP(model.double(), mixed_precision=MixedPrecision(torch.float32))
+    batch = batches(1)[0]
+    output = ddp(own(batch).double())
+    model[0].bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="was frozen"):
+        ddp(own(batch).double())
+    assert model[0].weight.dtype is torch.float32  # of the pass that is still to be differentiated
+    model[0].bias.requires_grad_(False)
+    loss_of(output).backward()
+    loss_of(alone(batch)).backward()
+    assert model[0].weight.grad.dtype is torch.float64
+    torch.testing.assert_close(model[0].weight.grad.float(), alone[0].weight.grad)
+
+
+def test_a_forward_pass_that_is_refused_leaves_the_one_before_alone():
+    run_ranks(_refused_between, 3)
+
+
+@dataclass
+class Measured:
+    """An input with a field that its constructor does not take."""
+
+    values: torch.Tensor
+    count: int = field(init=False, default=0)
+
+
+def test_inputs_of_any_kind_are_converted():
+    given = Measured(torch.ones(2))
+    ids = torch.tensor([1, 2])
+    converted = cast_floats([given, {"ids": ids}, (torch.ones(1), "text")], BF16)
+    assert converted[0].values.dtype is BF16
+    assert given.values.dtype is torch.float32
+    assert converted[1]["ids"] is ids
+    assert converted[2][0].dtype is BF16
+    assert converted[2][1] == "text"
+
+
+def _ignored_buffer():
+    model = Watched()
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["scale"])
+    DDP(model, mixed_precision=MixedPrecision(buffer_dtype=BF16))
+    return model.scale.dtype, model.count.dtype
+
+
+def test_ignored_buffers_keep_their_type():
+    assert run_ranks(_ignored_buffer, 2) == [(torch.float32, torch.int64)] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from buckets import assert_close, bucket_of, equal, gradients_of, mean_of, reduce
@@ -355,3 +356,63 @@ def test_a_failed_exchange_is_forgotten():
         return len(state.q_memory_dict)
 
     assert run_ranks(work, 2) == [0, None]
+
+
+def _layouts():
+    state = full_rank(warm_start=True, use_error_feedback=True, start_powerSGD_iter=2)
+    state.iter = 2
+    shapes = [[(4, 3)], [(2, 6)], [(3, 3), (3,)], [(3, 3), (3,)]]
+    rank = dist.get_rank()
+    return [
+        reduce(powerSGD_hook, state, gradients_of(rank, step, each))
+        for step, each in enumerate(shapes)
+    ]
+
+
+def test_a_bucket_that_changes_again_and_again_is_the_mean():
+    shapes = [[(4, 3)], [(2, 6)], [(3, 3), (3,)], [(3, 3), (3,)]]
+    results = run_ranks(_layouts, 3)
+    for step, each in enumerate(shapes):
+        result = equal([result[step] for result in results])
+        assert_close(result, mean_of([0, 1, 2], step, each), 1e-5)
+
+
+def test_nothing_is_left_out_beside_the_gradients():
+    arguments = {
+        "matrix_approximation_rank": 1,
+        "use_error_feedback": True,
+        "start_powerSGD_iter": 2,
+    }
+
+    def work():
+        state = full_rank(**arguments)
+        state.iter = 2
+        reduce(batched_powerSGD_hook, state, gradients_of(dist.get_rank(), 0, [(7,)]))
+        return state.error_dict[0]
+
+    for error in run_ranks(work, 3):
+        assert error.shape == (9,)
+        assert bool(error[:7].any())
+        assert not bool(error[7:].any())
+
+
+@pytest.mark.parametrize(("warm_start", "draws"), [(True, 1), (False, 3)])
+def test_how_often_a_state_draws(warm_start, draws):
+    def work():
+        state = full_rank(warm_start=warm_start, start_powerSGD_iter=2, random_seed=5)
+        state.iter = 2
+        for step in range(3):
+            reduce(powerSGD_hook, state, gradients_of(dist.get_rank(), step, [(4, 3)]))
+        return int(state.rng.randint(1_000_000_000))
+
+    fresh = np.random.RandomState(5)
+    for _ in range(draws):
+        fresh.randint(1_000_000_000)
+    assert run_ranks(work, 2) == [int(fresh.randint(1_000_000_000))] * 2
+
+
+def test_a_matrix_is_compressed_only_if_it_becomes_smaller_by_more_than_that():
+    for shape, after in (((4, 4), 16), ((4, 5), 9)):  # 16 / 8 is 2, 20 / 9 is more
+        arguments = {"matrix_approximation_rank": 1, "min_compression_rate": 2}
+        ((_, _, stats),) = run_ranks(_power, 1, powerSGD_hook, [shape], 1, arguments)
+        assert stats[2] == after

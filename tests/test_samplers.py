@@ -466,3 +466,21 @@ def test_the_world_is_the_default_place(kind, ranks):
     seen = Counter(itertools.chain(*(part for part, *_ in results)))
     assert set(seen) == set(range(11))
     assert sum(seen.values()) == 12
+
+
+def test_steps_of_similar_lengths_come_in_any_order():
+    def steps(epoch):
+        sampler = LengthGroupedSampler(range(60), 3, list(range(60)), 1, 0, megabatch=20)
+        sampler.set_epoch(epoch)
+        order = list(sampler)
+        return [order[start : start + 3] for start in range(0, 60, 3)]
+
+    blocks = [list(range(59 - 3 * i, 56 - 3 * i, -1)) for i in range(20)]  # the longest first
+    assert sorted(steps(0), reverse=True) == sorted(steps(1), reverse=True) == blocks
+    assert blocks != steps(0) != steps(1)
+
+
+def test_a_state_of_another_megabatch_is_refused():
+    first, second = (LengthGroupedSampler(range(9), 2, range(9), 1, 0, megabatch=m) for m in (2, 3))
+    with pytest.raises(ValueError, match="megabatch is 2 in the state, 3 here"):
+        second.load_state_dict(first.state_dict())

@@ -14,7 +14,11 @@ from phalanx.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from phalanx.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from phalanx.algorithms.model_averaging.averagers import PeriodicModelAverager
 from phalanx.data import DistributedSampler
-from phalanx.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from phalanx.optim import (
+    PostLocalSGDOptimizer,
+    ZeroRedundancyOptimizer,
+    _apply_optimizer_in_backward,
+)
 from phalanx.optim.subset import step_only
 from phalanx.parallel.precision import MixedPrecision
 from phalanx.testing import run_ranks
@@ -244,6 +248,93 @@ def test_ddp_after_an_exception_on_one_rank(kind: str, place: str) -> None:
     _compare(kind, results)
 
 
+def _nothing_left():
+    net = Fragile("plain")
+    ddp = DDP(net, bucket_cap_mb=0.00001)
+    rank, hook = dist.get_rank(), Hook()
+    for step in range(3):
+        ddp.zero_grad()
+        attempt(ddp, hook, "", step)
+    with pytest.raises(Planned):
+        attempt(ddp, hook, "backward", 3)
+    output = ddp(*data(4, rank))  # no zero_grad
+    assert all(p.grad is None for p in net.parameters())
+    loss_of(output, rank).backward()
+    return net.first.weight.grad
+
+
+def test_gradients_of_a_pass_that_was_left_are_dropped() -> None:
+    for grad in run_ranks(_nothing_left, SIZE):
+        torch.testing.assert_close(grad, _one_gradient(4))
+
+
+def _watched():
+    """Leave a pass with a gradient that is not finite; then leave that parameter out."""
+    rank = dist.get_rank()
+    net = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in ("early", "late")})
+
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def forward(self, x, names, place=""):
+            return sum(Explodes.apply(net[name](x), place == name).sum() for name in names)
+
+    ddp = DDP(Two(), find_unused_parameters=True, bucket_cap_mb=0.00001)
+    health = ddp.watch_gradients()
+    x = torch.tensor([[1.0, 2.0]]) * (rank + 1)
+    ddp(x, ["early", "late"]).backward()
+    with pytest.raises(Planned):
+        ddp(x * 1e9, ["early", "late"], "early").backward()
+    ddp.zero_grad()
+    ddp(x, ["early"]).backward()
+    return health.local_norms, health.norm
+
+
+def test_norms_of_a_pass_that_was_left_are_forgotten() -> None:
+    for rank, (norms, norm) in enumerate(run_ranks(_watched, SIZE)):
+        assert norms == pytest.approx({"net.early.weight": 10**0.5 * (rank + 1)})
+        assert norm == pytest.approx(10**0.5 * 2)
+
+
+def _changed_group():
+    net = Fragile("plain")
+    ddp = DDP(net, bucket_cap_mb=0.00001, static_graph=True)
+    hook = Hook()
+    for step in range(2):
+        attempt(ddp, hook, "", step)
+    assert ddp.reducer.rebuilt
+    ddp._update_process_group(dist.new_group())
+    assert ddp.reducer.learning
+    for step in range(2, 4):
+        assert not ddp.reducer.rebuilt
+        ddp.zero_grad()
+        attempt(ddp, hook, "", step)
+        if step == 2:
+            ddp._update_process_group(dist.new_group())
+    return net.first.weight.grad
+
+
+def test_a_changed_group_begins_anew() -> None:
+    for grad in run_ranks(_changed_group, SIZE):
+        torch.testing.assert_close(grad, _one_gradient(3))
+
+
+def _refused_again():
+    net = Fragile("plain")
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": RATE})
+    late = [("second.weight", net.second.weight)]
+    ddp = DDP(net, delay_all_reduce_named_params=late, param_to_hook_all_reduce=net.first.weight)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="stepped during backward"):
+            ddp(*data(0, dist.get_rank()))
+
+
+def test_what_is_refused_at_first_is_refused_again() -> None:
+    run_ranks(_refused_again, SIZE)
+
+
 # Parameters in low precision
 
 
@@ -282,6 +373,24 @@ def test_a_parameter_changed_in_low_precision_is_told_once(how: str, forward_onl
         assert [step for step, _ in errors] == [1]
         assert "(5, 4) was changed between a forward pass and its backward" in errors[0][1]
         torch.testing.assert_close(grad, true, rtol=1e-5, atol=1e-5)
+
+
+def _changed_and_left():
+    net = Fragile("mixed")
+    ddp = DDP(net, mixed_precision=MixedPrecision(torch.float32))
+    before = net.first.weight.detach().clone()
+    for no_sync in (False, True):
+        with ddp.no_sync() if no_sync else nullcontext():
+            output = ddp(*data(0, dist.get_rank()), "backward")
+            with torch.no_grad():
+                net.first.weight.add_(1)
+            with pytest.raises(Planned):  # which hides nothing, and is not hidden
+                output.sum().backward()
+        assert torch.equal(net.first.weight, before)
+
+
+def test_a_parameter_changed_in_a_pass_that_was_left() -> None:
+    run_ranks(_changed_and_left, SIZE)
 
 
 def test_a_parameter_changed_on_one_rank_is_told_there() -> None:
@@ -494,6 +603,10 @@ def test_a_sampler_after_an_epoch_that_was_left() -> None:
     assert state["position"] == 9
     assert len(sampler) == 7
     assert list(sampler) == whole  # a new iteration is a new epoch
+    next(iter(sampler))
+    sampler.set_epoch(1)
+    assert sampler.state_dict()["position"] == 0
+    sampler.set_epoch(0)
     sampler.load_state_dict(state)
     with pytest.raises(ValueError, match="another order"):
         sampler.load_state_dict({**state, "length": 21})

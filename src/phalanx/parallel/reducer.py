@@ -171,7 +171,7 @@ class Reducer:
             self.usage.settle(self.group, (), find_unused=True, static_graph=False, abandoned=True)
         finally:
             for slot in self.slots:
-                if slot.param.grad is slot.view:
+                if slot.param.grad is slot.view or slot.left < slot.due:
                     slot.param.grad = None
             self._reset()
 

@@ -59,7 +59,6 @@ class DDPJoinHook(JoinHook):
             ddp.parameters_to_ignore,
             ddp.forward_sync_buffers,
         )
-        ddp.reducer.exchange.divisor = None
         if self._kept is not None:
             for slot, grad in zip(ddp.reducer.slots, self._kept, strict=True):
                 slot.param.grad = grad
