@@ -36,6 +36,8 @@ class Store(ABC):
     `has_extended_api` says whether they are there.
     """
 
+    is_open = False  # to everybody who can connect, whatever this package does about it
+
     def __init__(self) -> None:
         self._seconds = DEFAULT_TIMEOUT.total_seconds()
 

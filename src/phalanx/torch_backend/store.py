@@ -17,6 +17,8 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.05  # seconds between looks
 class TorchStore(Store):
     """A store of torch's. It remembers what was set through it, to take that away again."""
 
+    is_open = True
+
     def __init__(self, store: Any) -> None:
         super().__init__()
         self._store = store

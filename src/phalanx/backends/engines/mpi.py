@@ -5,13 +5,14 @@ thread of the process's own. All calls are made under one lock, so a library tha
 thread at a time in (MPI_THREAD_SERIALIZED) will do.
 
 The groups of a process share one communicator. A frame says which group it is for, by a key that
-the group's first rank has drawn; payloads are told apart by numbers that serve as tags.
+the group's first rank has drawn and that is mixed with the job's secret; payloads are told apart by
+numbers that serve as tags. A frame with a key that nobody here has is not delivered. Who may take
+part in MPI's world at all is decided by the launcher.
 """
 
 from __future__ import annotations
 
 import functools
-import secrets
 import threading
 import time
 from collections import defaultdict, deque
@@ -28,10 +29,11 @@ from phalanx.backends.engines.messages import MessageEngine
 from phalanx.backends.engines.wire import Deliver, End, Lose, Wire
 from phalanx.backends.registry import BackendOptions
 from phalanx.errors import DistBackendError
+from phalanx.stores import secret
 from phalanx.stores.over_mpi import mpi
 
 _FRAMES = 0  # the tag of frames; payloads have their numbers, from 1
-_KEY_BYTES = 8
+_KEY_BYTES = 16
 _AHEAD = 4  # frames that MPI can put where they belong before the first is looked at
 _SPIN = 0.0002  # seconds in which a waiting rank looks without a pause
 _PAUSES = (0.00002, 0.0005)  # seconds between looks after that, at first and at last
@@ -43,10 +45,10 @@ def create(options: BackendOptions) -> MessageEngine:
     """Make one rank's end of a group whose messages MPI carries."""
     port = _port()
     if options.group_rank == 0:
-        options.store.set("mpi/key", secrets.token_hex(_KEY_BYTES))
+        options.store.set("mpi/key", secret.token())
     options.store.set(f"mpi/{options.group_rank}", str(port.rank))
     told = addresses.gathered(options, "mpi")
-    key = bytes.fromhex(options.store.get("mpi/key").decode())
+    key = bytes.fromhex(secret.mixed(options.store.get("mpi/key").decode()))[:_KEY_BYTES]
     wire = MpiWire(port, key, [int(number) for number in told])
     return MessageEngine("mpi", wire, options, addresses.failures(options))
 

@@ -134,7 +134,7 @@ class _Proofs:
 
     def _prove(self) -> None:
         if self._store.add(f"{self._keys}/connected", 1) == self._size:
-            self._store.set(f"{self._keys}/all", b"")
+            self._store.set(f"{self._keys}/all", b"1")
         mine = {way: secrets.token_bytes(_BYTES) for way in self._ways}
         # All that will come is asked for now: then no message waits until another has been read.
         coming = [{way: self._ask(way) for way in self._ways} for _ in range(2)]
@@ -214,7 +214,7 @@ class _Proofs:
     def _called_off(self) -> str:
         """Return why a connection has been lost, if not by the end of who should be there."""
         with suppress(DistError):
-            self._store.set(f"{self._keys}/lost/{self._waiting_for}", b"")
+            self._store.set(f"{self._keys}/lost/{self._waiting_for}", b"1")
             self._store.wait([self._again], timedelta(seconds=_ANSWER_SECONDS))
             return str(self._store.get(self._again).decode())
         return ""

@@ -20,7 +20,7 @@ from phalanx.backends.engines.gloo import GlooWire
 from phalanx.backends.engines.messages import MessageEngine
 from phalanx.backends.registry import BackendOptions
 from phalanx.errors import DistBackendError, DistError, DistNetworkError, DistTimeout, PeerFailed
-from phalanx.stores import PrefixStore
+from phalanx.stores import PrefixStore, secret
 from phalanx.types import Deadline
 
 _td: Any = torch.distributed
@@ -119,6 +119,9 @@ def gloo_groups(options: BackendOptions, count: int) -> list[Any]:
     ports.raise_limit(4 * count * options.group_size)
     with addresses.exchanged(options) as address:
         door = ports.Door(address)
+        store = getattr(options.store, "_underlying_non_prefix_store", options.store)
+        if options.group_rank == 0 and getattr(store, "is_open", False):
+            secret.warn_without(address, "ranks meet in torch's store, which is open to all")
 
         def make(attempt: int) -> list[Any]:
             kind = _c10d.ProcessGroupGloo
