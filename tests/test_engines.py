@@ -651,6 +651,21 @@ def test_the_collectives_of_a_process_group_of_torchs():
         backend.scatter(output, everybody if rank == 1 else None, 1)
         assert torch.equal(output, everybody[rank])
 
+        # Of one size and of other shapes, on each rank others.
+        shape = [(6,), (1, 6), (3, 2)][rank]
+        outputs = [torch.zeros(6) for _ in range(size)]
+        backend.all_gather(outputs, base.reshape(shape))
+        assert torch.equal(torch.stack(outputs).view(size, 2, 3), torch.stack(everybody))
+        outputs = [torch.zeros(6, 1) for _ in range(size)] if rank == 1 else None
+        backend.gather(outputs, base.reshape(shape), 1)
+        assert outputs is None or all(
+            torch.equal(output.view(2, 3), wanted)
+            for output, wanted in zip(outputs, everybody, strict=True)
+        )
+        output = torch.zeros(shape)
+        backend.scatter(output, [each.view(6, 1) for each in everybody] if rank == 1 else None, 1)
+        assert torch.equal(output.view(2, 3), everybody[rank])
+
         output = torch.zeros(2, 3)
         backend.reduce_scatter(output, [base, base + 1, base + 2], dist.ReduceOp.SUM)
         assert torch.equal(output, total + size * rank)
@@ -679,7 +694,7 @@ def test_the_collectives_of_a_process_group_of_torchs():
         sent.wait()
         return backend.sequence_number()
 
-    assert in_threads(body, size) == [14] * size
+    assert in_threads(body, size) == [17] * size
 
 
 def test_errors_of_a_process_group_of_torchs_are_ours():

@@ -87,10 +87,11 @@ def test_programs_on_hosts_with_uneven_numbers_of_ranks():
     assert results == [([1.0], 3.0, names), ([1.0], 6.0, names), ([1.0], 6.0, names)]
 
 
-def everything_of_torch():
+def everything_of_torch(backend):
     import torch.distributed as theirs
 
-    theirs.init_process_group("phalanx")
+    theirs.init_process_group(backend)
+    assert theirs.group.WORLD.name() == "phalanx"
     rank = theirs.get_rank()
     total = torch.full((3,), float(rank))
     theirs.all_reduce(total)
@@ -113,9 +114,11 @@ def everything_of_torch():
 
 
 @needs_hosts
-def test_programs_of_torch():
+@pytest.mark.parametrize("backend", ["phalanx", "gloo"])
+def test_programs_of_torch(backend):
+    env = {"PHALANX_REPLACE": "gloo"} if backend == "gloo" else {}
     with Hosts(2, ranks=[2, 1]) as hosts:
-        results = hosts.launch(everything_of_torch)
+        results = hosts.launch(everything_of_torch, backend, env=env)
     assert results[0] == ([3.0] * 3, [1.0], [])
     assert results[1:] == [([6.0] * 3, [1.0], [])] * 2
 

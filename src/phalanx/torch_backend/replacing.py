@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -82,15 +81,12 @@ def _by_device(backend: str) -> dict[str, str]:
 def _check(asked: dict[str, Any], names: dict[str, str]) -> None:
     """Refuse what Phalanx cannot do for Gloo."""
     options = asked.pop("backend_options", None)
-    size, here = (os.environ.get(name) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if size and here and size != here:
-        problem = f"of {size} ranks {here} are on this machine, and {NAME} serves those of one"
     # Torch itself does not look at options for Gloo.
-    elif options is not None and set(names.values()) != {_GLOO}:
-        problem = f"a group of '{asked['backend']}' has options ({type(options).__name__})"
-    else:
-        return
-    raise DistError(f"{_GLOO} cannot be replaced: {problem}; run without {REPLACE}={_GLOO}")
+    if options is not None and set(names.values()) != {_GLOO}:
+        raise DistError(
+            f"{_GLOO} cannot be replaced: a group of '{asked['backend']}' has options "
+            f"({type(options).__name__}); run without {REPLACE}={_GLOO}"
+        )
 
 
 @functools.cache

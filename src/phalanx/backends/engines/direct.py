@@ -144,10 +144,11 @@ class DirectEngine(GroupBackend):
         async_op: bool = False,
     ) -> Work | None:
         whole = _Whole(outputs)
-        given = input.detach().contiguous()
-        if all(output.shape == given.shape for output in outputs):
+        given = input.detach().reshape(-1)
+        # By sizes, on which all ranks agree: shapes are each rank's own.
+        if all(output.numel() == given.numel() for output in outputs):
             told = self._classes.AllgatherOptions()
-            started = [self._start("all_gather", "allgather", [whole.parts], [given], told)]
+            started = [self._start("all_gather", "allgather", [whole.flat()], [given], told)]
         else:
             whole.parts[self.rank].copy_(given.reshape(whole.parts[self.rank].shape))
             started = [
@@ -180,8 +181,8 @@ class DirectEngine(GroupBackend):
         whole = _Whole(outputs or [])
         told = self._classes.GatherOptions()
         told.rootRank = root
-        given = input.detach().contiguous()
-        received = [whole.parts] if self.rank == root else []
+        given = input.detach().reshape(-1)
+        received = [whole.flat()] if self.rank == root else []
         started = self._start("gather", "gather", received, [given], told)
         self._issued += 1
         return self._end("gather", [started], outputs or (), timeout, async_op, whole)
@@ -198,8 +199,8 @@ class DirectEngine(GroupBackend):
         whole = _Whole([output])
         told = self._classes.ScatterOptions()
         told.rootRank = root
-        given = [[each.detach().contiguous() for each in inputs or ()]] if inputs else []
-        started = self._start("scatter", "scatter", whole.parts, given, told)
+        given = [[each.detach().reshape(-1) for each in inputs]] if inputs else []
+        started = self._start("scatter", "scatter", whole.flat(), given, told)
         self._issued += 1
         return self._end("scatter", [started], [output], timeout, async_op, whole)
 
@@ -487,6 +488,10 @@ class _Whole:
         if parts is None:
             parts = [output.contiguous() for output in self._outputs]
         self.parts = list(parts)
+
+    def flat(self) -> list[Tensor]:
+        """Return the stand-ins in one dimension, which engines want all alike."""
+        return [part.view(-1) for part in self.parts]
 
     def fill(self) -> None:
         for output, part in zip(self._outputs, self.parts, strict=True):
