@@ -3,16 +3,21 @@
 import logging
 import os
 import re
+import resource
 import socket
 import struct
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
 import torch
 
 import phalanx as dist
-from phalanx.backends.engines import frames, proofs, torch_engine
+from phalanx.backends.engines import addresses, frames, ports, proofs, torch_engine
+from phalanx.backends.registry import BackendOptions
+from phalanx.stores import HashStore, secret
+from phalanx.stores.addresses import host_address, is_loopback
 from phalanx.testing.ranks import run_ranks
 
 # How Gloo's messages begin: bytes in all, what it is, tag, offset, bytes of the message, offset.
@@ -181,25 +186,71 @@ def test_nobody_connects_to_a_group_that_is_made():
     assert run_ranks(body, 2, backend="gloo") == [{"127.0.0.1"}] * 2
 
 
+def options(rank, size, store):
+    return BackendOptions(
+        store=store,
+        group_rank=rank,
+        group_size=size,
+        timeout=30.0,
+        group_id="some",
+        global_ranks=list(range(size)),
+        threads=True,
+    )
+
+
+def test_ranks_with_different_secrets_do_not_get_together(monkeypatch):
+    words = iter(["one", "another"] * 3)
+    monkeypatch.setattr(proofs.secret, "mixed", lambda token: token + next(words))
+    for error in run_ranks(hear_from_the_next, 2, backend="gloo", return_exceptions=True):
+        assert isinstance(error, dist.DistNetworkError)
+        assert "set PHALANX_SECRET to the same value" in str(error)
+
+
+class OpenStore(HashStore):
+    is_open = True
+
+
+@pytest.mark.parametrize("kind", [HashStore, OpenStore])
+def test_ranks_that_meet_in_an_open_store_say_so(monkeypatch, caplog, kind):
+    """As those of torch's on several hosts do, whose Gloo listens where others reach it."""
+    address = host_address()
+    if is_loopback(address):
+        pytest.skip("this machine has no address that others reach")
+    monkeypatch.setattr(addresses, "address_of", lambda name: None)
+    monkeypatch.setattr(secret, "_warned", False)
+    monkeypatch.delenv("PHALANX_SECRET", raising=False)
+    caplog.set_level(logging.WARNING, "phalanx.store")
+    store = kind()
+    with ThreadPoolExecutor(2) as pool:
+        made = [pool.submit(torch_engine.create_gloo, options(rank, 2, store)) for rank in (0, 1)]
+        engines = [each.result() for each in made]
+        list(pool.map(lambda engine: engine.close(), engines))
+    told = [
+        record.getMessage() for record in caplog.records if "PHALANX_SECRET" in str(record.args)
+    ]
+    assert len(told) == (kind is OpenStore)
+
+
+def test_descriptors_are_asked_for_before_gloo_needs_them(monkeypatch):
+    limits, asked = (64, 100_000), []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, wanted: asked.append(wanted))
+    ports.raise_limit(1000)
+    ((soft, hard),) = asked
+    assert soft > 1500
+    assert hard == 100_000
+    limits = (64, 80)  # no more than it may have
+    ports.raise_limit(1000)
+    assert asked[1] == (80, 80)
+    limits = (80, 80)
+    ports.raise_limit(1000)
+    assert len(asked) == 2
+
+
 def test_an_answer_holds_for_one_connection_and_one_direction():
     def answer(attempt, group, who, whom, own, other, token=b"t"):
-        told = dist_options(who)
-        one = proofs._Proofs(told, token, attempt, [None, None], str)
+        one = proofs._Proofs(options(who, 3, HashStore()), token, attempt, [None, None], str)
         return one._answer(group, who, whom, own, other)
-
-    def dist_options(rank):
-        from phalanx.backends.registry import BackendOptions
-        from phalanx.stores import HashStore
-
-        return BackendOptions(
-            store=HashStore(),
-            group_rank=rank,
-            group_size=3,
-            timeout=1.0,
-            group_id="some",
-            global_ranks=[0, 1, 2],
-            threads=True,
-        )
 
     right = answer(0, 0, 1, 2, b"a", b"b")
     assert right == answer(0, 0, 1, 2, b"a", b"b")

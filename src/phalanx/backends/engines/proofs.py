@@ -35,7 +35,7 @@ _log = logs.area("engines")
 _TRIES = 3
 _TAG = 0x7FFFFFFE  # of the messages here: no frame or payload has it
 _BYTES = 32
-_PROOF_SECONDS = 10.0  # for proofs to come once all are connected
+_PROOF_SECONDS = 20.0  # for proofs to come once all are connected
 _LOOK = 0.2  # seconds between looks at what others have said
 _ANSWER_SECONDS = 3.0  # for a rank to say that it is there, although its connection is gone
 
