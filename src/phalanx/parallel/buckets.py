@@ -12,6 +12,7 @@ from torch import Tensor
 
 from phalanx._native import copy_all
 from phalanx.heap import empty_shared
+from phalanx.parallel.ownership import held
 from phalanx.parallel.packing import dense_stride
 
 Measured = Callable[[Sequence["Slot"], Sequence[float]], None]
@@ -254,10 +255,9 @@ class Bucket:
             # Not a view for autograd, so that a gradient can be detached in place as any other.
             shape, stride = slot.param.shape, dense_stride(slot.param)
             view = torch.empty(0, dtype=self.dtype).set_(storage, offset, shape, stride)
-            old, offset = slot.view, offset + slot.param.numel()
-            # References of the slot, of `old`, of the parameter and of the call are ours.
-            if slot.param.grad is old and sys.getrefcount(old) <= 4:
-                slot.param.grad = view.copy_(old)
+            offset += slot.param.numel()
+            if slot.param.grad is slot.view and not held.by_both.is_shared(slot, "view"):
+                slot.param.grad = view.copy_(slot.view)
             slot.view = view
         self._storage = storage._cdata
         del storage  # or it would count
@@ -270,9 +270,8 @@ class Bucket:
         """Say whether anybody but the parameters still uses gradients that lie here."""
         if self._count_owners() > self._owners:
             return True
-        # One reference is the slot's, one the call's, a third whoever else's has the gradient.
         return any(
-            sys.getrefcount(slot.view) > 2 and slot.param.grad is not slot.view
+            slot.param.grad is not slot.view and held.by_slot.is_shared(slot, "view")
             for slot in self.slots
         )
 

@@ -247,10 +247,9 @@ class Reducer:
                 self.health.begin()
             self._renew_held()
             for slot in self.slots:
-                grad = slot.param.grad
-                slot.stays = not slot.sparse and (
-                    slot.is_shared or (grad is not None and grad is not slot.view and is_held(grad))
-                )
+                param = slot.param
+                is_other = param.grad is not None and param.grad is not slot.view
+                slot.stays = not slot.sparse and (slot.is_shared or (is_other and is_held(param)))
                 slot.at_once = slot.is_large or slot.stays
                 hooks: Any = slot.param._post_accumulate_grad_hooks
                 if len(hooks) > 1:  # ours comes last, so that it sees what the others make of it
