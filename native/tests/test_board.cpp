@@ -19,7 +19,7 @@ struct Two {
     roster->join(0, Deadline::in(20));
     other.join();
     auto made = Board::create(roster, {0, 1}, "world", "");
-    region = Region::open(made->ticket());
+    region = Region::open(made->ticket(), Content::Board);
     header().crowded = crowded;
     board = Board::open(roster, {0, 1}, made->ticket(), 0, "");
   }
