@@ -110,7 +110,7 @@ CHANGES: list[Change] = [
     _on("src/phalanx/backends/engines/mailbox.py",
         "            self._expired(self, self._limit)  # who only looks must learn of it as well\n",
         "            pass\n",
-        _GLOO, why="seen only by who never waits: a loop over is_completed would not end"),
+        _GLOO),
     # State after exceptions
     _on("src/phalanx/coalescing.py",
         "    try:\n        yield work\n    finally:\n        member.transport = transport\n",
