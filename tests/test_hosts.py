@@ -42,6 +42,17 @@ def test_ranks_know_their_place(pair):
     ]
 
 
+def word():
+    return os.environ["PHALANX_SECRET"]
+
+
+def test_every_job_has_a_secret_of_its_own(pair):
+    (first,), (second,) = (set(pair.launch(word)) for _ in range(2))
+    assert len(first) == len(second) == 64
+    assert first != second
+    assert set(pair.launch(word, env={"PHALANX_SECRET": "mine"})) == {"mine"}
+
+
 def namespaces():
     return {kind: os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "mnt", "ipc", "pid")}
 
