@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from buckets import assert_close, bucket_of, equal, gradients_of, mean_of, reduce
@@ -16,6 +18,10 @@ from phalanx.algorithms.ddp_comm_hooks import (
     quantization,
     register_ddp_comm_hook,
 )
+from phalanx.algorithms.ddp_comm_hooks.mixed_precision_hooks import (
+    _AllreduceUpcastHookState,
+    _reducer_allreduce_and_upcast_hook,
+)
 from phalanx.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     PostLocalSGDState,
     post_localSGD_hook,
@@ -25,6 +31,7 @@ from phalanx.algorithms.ddp_comm_hooks.powerSGD_hook import (
     batched_powerSGD_hook,
     powerSGD_hook,
 )
+from phalanx.parallel.precision import MixedPrecision
 from phalanx.testing import run_ranks
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -327,3 +334,30 @@ def test_names_of_hooks_are_known():
     assert len(DDPCommHookType) == 10
     with pytest.raises(TypeError, match=r"'ALLREDUCE'.*known: ALLREDUCE, FP16_COMPRESS"):
         register_ddp_comm_hook("ALLREDUCE", _Model())
+
+
+def test_a_reduction_in_another_type_gives_back_the_buckets_own():
+    class Model:
+        process_group = None
+        mixed_precision = MixedPrecision(reduce_dtype=torch.float64)
+
+    shapes = [(3, 2), (5,)]
+
+    def work():
+        model = Model()
+        state = _AllreduceUpcastHookState(weakref.ref(model))
+        gradients = gradients_of(dist.get_rank(), 0, shapes, torch.bfloat16)
+        return reduce(_reducer_allreduce_and_upcast_hook, state, gradients)
+
+    result = equal(run_ranks(work, 3))
+    assert_close(result, mean_of([0, 1, 2], 0, shapes, torch.bfloat16), 0.01)
+
+
+def test_another_buffer_may_lie_anywhere_in_its_memory():
+    bucket = bucket_of([torch.ones(2, 3), torch.ones(2)])
+    bucket.set_buffer(torch.arange(20.0)[5:13])
+    first, second = bucket.gradients()
+    assert first.tolist() == [[5, 6, 7], [8, 9, 10]]
+    assert second.tolist() == [11, 12]
+    bucket.set_buffer(torch.arange(8.0))
+    assert bucket.gradients()[1].tolist() == [6, 7]

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import phalanx as dist
 from phalanx import DistributedDataParallel as DDP
 from phalanx.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from phalanx.parallel.buckets import BucketCapacityConfig, compute_bucket_assignment_by_size
 from phalanx.testing import run_ranks
 
 OPTIONS: list[dict[str, Any]] = [
@@ -466,6 +467,22 @@ def test_a_buffer_that_was_replaced_follows_rank_0():
     assert run_ranks(_replaced_buffer, 3) == [[10.0] * 6] * 3
 
 
+def _ignored_buffer():
+    rank = dist.get_rank()
+    model = nn.BatchNorm1d(6)
+    DDP._set_params_and_buffers_to_ignore_for_model(model, ["running_mean"])
+    ddp = DDP(model)
+    model.running_mean.fill_(float(rank + 1))
+    model.running_var.fill_(float(rank + 1))
+    model.eval()
+    ddp(own(batches(1)[0]))
+    return model.running_mean[0].item(), model.running_var[0].item()
+
+
+def test_an_ignored_buffer_is_left_alone():
+    assert run_ranks(_ignored_buffer, 3) == [(1.0, 1.0), (2.0, 1.0), (3.0, 1.0)]
+
+
 class Noted(torch.futures.Future):
     """Says when it is waited for."""
 
@@ -519,6 +536,59 @@ def _whole_in_checkpoint(reentrant):
 def test_the_whole_module_may_be_recomputed(reentrant):
     torch.manual_seed(7)
     run_ranks(_whole_in_checkpoint, 3, reentrant)
+
+
+def _recomputed_under_join():
+    """Recompute the wrapped module while other ranks, which have run out, go along."""
+    rank = dist.get_rank()
+    model = nn.Linear(6, 3).double()
+    ddp = DDP(model)
+    with ddp.join():
+        for step in range((3, 1, 2)[rank]):
+            ddp.zero_grad()
+            x = (torch.arange(12.0).view(2, 6).double() + step).requires_grad_()
+            checkpoint(ddp, x, use_reentrant=False, preserve_rng_state=False).sum().backward()
+    return model.weight.grad
+
+
+def test_the_whole_module_may_be_recomputed_under_join():
+    grads = run_ranks(_recomputed_under_join, 3)
+    for rank, last in enumerate((2, 0, 1)):
+        rows = torch.arange(12.0).view(2, 6).double().sum(0) + 2 * last
+        active = 3 - last
+        assert_close([grads[rank]], [rows.expand(3, 6) * active / 3])
+
+
+def _kept_piece():
+    model = mlp()
+    ddp = DDP(model)
+    for step, batch in enumerate(batches(3)):
+        if step:
+            kept = model[0].weight.grad.view(-1)[3:9]
+            before = kept.clone()
+            ddp.zero_grad()
+        loss_of(ddp(own(batch))).backward()
+        if step:
+            assert torch.equal(kept, before)
+
+
+def test_a_piece_of_a_gradient_that_is_kept_is_not_overwritten():
+    run_ranks(_kept_piece, 2)
+
+
+def test_how_buckets_are_cut():
+    tensors = [torch.empty(4) for _ in range(5)]  # of 16 bytes
+    indices, limits = compute_bucket_assignment_by_size(tensors, [16, 40])
+    assert indices == [[0], [1, 2, 3], [4]]
+    assert limits == [16, 40, 40]
+    indices, _ = compute_bucket_assignment_by_size(tensors, [17])
+    assert indices == [[0, 1], [2, 3], [4]]
+    sparse = [True, False, False, False, False]
+    indices, _ = compute_bucket_assignment_by_size(tensors, [32], sparse, [4, 3, 2, 1, 0])
+    assert indices == [[4, 3], [2, 1], [0]]
+    caps = BucketCapacityConfig.create(bucket_cap_mb_list=[1, 3, 2])
+    assert caps.bucket_bytes_cap == caps.first_bucket_bytes_cap == 3 * 2**20
+    assert caps.per_bucket_bytes_caps == (2**20, 3 * 2**20, 2 * 2**20)
 
 
 def _nested_blocks():

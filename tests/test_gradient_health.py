@@ -88,3 +88,18 @@ def _summed(bucket):
 
 def test_an_overflow_of_the_sum_is_told_apart():
     run_ranks(_overflows, 2)
+
+
+def _bad_once():
+    ddp = DDP(mlp())
+    health = ddp.watch_gradients(raises=False)
+    seen = []
+    for scale in (float("nan"), 1.0):
+        ddp.zero_grad()
+        (loss_of(ddp(own(batches(1)[0]))) * (scale if dist.get_rank() == 1 else 1)).backward()
+        seen.append({rank for rank, _, _ in health.bad})
+    return seen
+
+
+def test_what_was_bad_is_forgotten_with_the_next_pass():
+    assert run_ranks(_bad_once, 3) == [[{1}, set()]] * 3

@@ -16,6 +16,7 @@ from phalanx.algorithms.ddp_comm_hooks.ddp_zero_hook import (
     hook_with_zero_step_interleaved,
 )
 from phalanx.optim import ZeroRedundancyOptimizer as Zero
+from phalanx.parallel.buckets import GradBucket
 from phalanx.testing import run_ranks
 
 HOOKS = [hook_with_zero_step, hook_with_zero_step_interleaved]
@@ -200,3 +201,17 @@ def test_step_does_nothing(caplog):
     with caplog.at_level(logging.WARNING, logger="phalanx"):
         run_ranks(work, 1)
     assert "step() does nothing with overlap_with_ddp" in caplog.text
+
+
+def _other_bucket():
+    ddp, _ = overlapping(hook_with_zero_step)
+    bucket = ddp.reducer.buckets[0]
+    before = [p.detach().clone() for p in ddp.parameters()]
+    given = GradBucket(0, 1, bucket.flat, bucket.gradients(), bucket.parameters()[:-1])
+    with pytest.raises(RuntimeError, match="bucket 0 holds other parameters"):
+        ddp.reducer._run_comm_hook(given)
+    assert_same(ddp.parameters(), before)
+
+
+def test_a_bucket_that_is_not_the_one_divided_is_refused():
+    run_ranks(_other_bucket, 2)
