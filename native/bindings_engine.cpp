@@ -546,10 +546,11 @@ void bind_engine(nb::module_& m) {
       .def_prop_ro("threads", &Roster::threads)
       .def(
           "join",
-          [](Roster& roster, int rank, double timeout) {
-            roster.join(rank, Deadline::in(timeout));
+          [](Roster& roster, int rank, double timeout, const std::vector<int32_t>& pids) {
+            roster.join(rank, Deadline::in(timeout), pids);
           },
-          nb::arg("rank"), nb::arg("timeout"), nb::call_guard<Unlocked>())
+          nb::arg("rank"), nb::arg("timeout"), nb::arg("pids") = std::vector<int32_t>{},
+          nb::call_guard<Unlocked>())
       .def(
           "count_threads",
           [](const Roster& roster, int rank, int by) {

@@ -69,7 +69,7 @@ std::shared_ptr<Roster> Roster::open(const std::string& ticket) {
   return roster;
 }
 
-void Roster::join(int rank, Deadline deadline) {
+void Roster::join(int rank, Deadline deadline, const std::vector<int32_t>& pids) {
   Member& me = member(checked(rank));
   auto expected = Presence::Absent;
   if (!me.presence.compare_exchange_strong(expected, Presence::Joining))
@@ -88,21 +88,43 @@ void Roster::join(int rank, Deadline deadline) {
   }
   me.presence = Presence::Here;
   header().bell.ring();
+  try {
+    await_others(rank, deadline, pids);
+  } catch (const Failure& failure) {
+    // The others are told why, rather than that this one is gone. They have a timeout of their own.
+    if (failure.kind != Kind::Timeout)
+      fail(rank, std::string("gave up init_process_group: ") + failure.what());
+    throw;
+  }
+}
 
+void Roster::await_others(int rank, Deadline deadline, const std::vector<int32_t>& pids) {
+  std::vector<uint64_t> starts;
+  for (int32_t pid : pids) starts.push_back(pid ? facts_of(pid).start_time : 0);
   int next = 0;
   auto await = [&](auto&& ready) {
     Spin spin(false);
     wait_until(header().bell, spin, deadline, ready, [&](bool costly) {
       std::string missing;
       for (int peer = 0; peer < size(); ++peer) {
-        if (costly && member(peer).presence == Presence::Here) {
-          std::string end = obituary(peer, true);
-          // Looked at again: all may have joined, and this one have ended after that.
-          if (!end.empty() && !ready())
-            throw Failure(Kind::PeerFailed, "init_process_group: " + end);
-        }
-        if (member(peer).presence < Presence::Here)
-          missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
+        if (member(peer).presence >= Presence::Here) continue;
+        missing += (missing.empty() ? "" : ", ") + std::to_string(peer);
+        if (!costly || peer >= int(pids.size()) || !pids[peer]) continue;
+        const uint64_t start = facts_of(pids[peer]).start_time;
+        const bool gone = start != kUnknownStart && (start == 0 || start != starts[peer]);
+        if (gone && member(peer).presence < Presence::Here)
+          throw Failure(Kind::PeerFailed,
+                        "init_process_group on rank " + std::to_string(rank) + ": rank " +
+                            std::to_string(peer) + " (pid " + std::to_string(pids[peer]) +
+                            " on host " + host_name() +
+                            ") has ended before all ranks had joined; look at its output first");
+      }
+      // After those that never came, since of their end these may have died.
+      for (int peer = 0; costly && peer < size(); ++peer) {
+        std::string end = obituary(peer, true);
+        // Looked at again: all may have joined, and this one have ended after that.
+        if (!end.empty() && !ready())
+          throw Failure(Kind::PeerFailed, "init_process_group: " + end);
       }
       if (deadline.passed())
         throw Failure(Kind::Timeout,

@@ -26,7 +26,9 @@ class Roster {
   // The rank, which came from outside of this process or from Python. Throws unless it is one.
   int checked(int rank) const;
   bool threads() const { return region_->threads(); }
-  void join(int rank, Deadline deadline);
+  // `pids` are the processes of ranks on this host, 0 where unknown: one that ends before it has
+  // joined ends the wait.
+  void join(int rank, Deadline deadline, const std::vector<int32_t>& pids = {});
   // Say that a rank is on another host. Before anybody joins.
   void place(int rank, const std::string& host, int pid);
 
@@ -70,6 +72,7 @@ class Roster {
 
  private:
   explicit Roster(std::shared_ptr<Region> region);
+  void await_others(int rank, Deadline deadline, const std::vector<int32_t>& pids);
   bool try_read(int rank, void* into, uint64_t address, size_t bytes) const;
   std::string how_it_ended(int rank) const;
   std::string exit_code(int rank) const;

@@ -2,7 +2,9 @@
 
 import os
 import resource
+import signal
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from launches import run
 
 import phalanx as dist
 from phalanx import spawn
+from phalanx.stores import attendance
 
 AFFINITY = "import os; print(sorted(os.sched_getaffinity(0)))"
 
@@ -68,3 +71,33 @@ def test_a_limit_on_addresses_that_does_not_suffice_is_named():
     assert "for 3 ranks: at least 512 MiB of addresses must be free" in text
     assert "RLIMIT_AS" in text
     assert "ulimit -v" in text
+
+
+def join(rank, victim, moment, folder):
+    """Be a rank of a world of which one is killed on its way; write down what this is told."""
+    wait = attendance.Muster.wait
+
+    def wait_or_die(self, store, key, timeout):
+        if (rank, key) == (victim, moment):
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait(self, store, key, timeout)
+
+    attendance.Muster.wait = wait_or_die
+    try:
+        dist.init_process_group(
+            init_method=f"file://{folder}/store", rank=rank, world_size=3, timeout=60
+        )
+    except dist.PeerFailed as error:
+        Path(folder, str(rank)).write_text(str(error))
+
+
+@pytest.mark.parametrize(
+    ("victim", "moment"), [(2, "verdict"), (1, "hosts"), (2, "roster"), (0, "hosts")]
+)
+def test_who_is_killed_on_its_way_into_a_world_is_named(victim, moment, tmp_path):
+    with pytest.raises(dist.DistError, match=f"rank {victim} was killed by SIGKILL"):
+        spawn(join, (victim, moment, str(tmp_path)), nprocs=3)
+    for rank in {0, 1, 2} - {victim}:
+        told = (tmp_path / str(rank)).read_text()
+        assert f"init_process_group on rank {rank}: rank {victim} (pid " in told
+        assert "before all ranks had joined" in told

@@ -16,7 +16,7 @@ import pytest
 from phalanx.errors import DistError, DistStoreError, StoreTimeout
 from phalanx.stores import HashStore, PrefixStore, Store, TCPStore, slurm
 from phalanx.stores import rendezvous as module
-from phalanx.stores.attendance import check_in
+from phalanx.stores.attendance import Muster, check_in
 from phalanx.stores.meeting import meet, private_directory
 from phalanx.stores.rendezvous import (
     from_environment,
@@ -313,7 +313,7 @@ def test_bad_lists_of_hosts(text):
 
 
 WORKER = """
-from phalanx.stores.attendance import check_in
+from phalanx.stores.attendance import Muster, check_in
 from phalanx.stores.rendezvous import rendezvous
 store, rank, size = next(rendezvous(timeout=60))
 check_in(store, rank, size, 60)
@@ -399,7 +399,8 @@ def disagreement(claims: list[tuple[int, int]]) -> list[str]:
 def test_all_are_there():
     for size in (1, 2, 5, 16):
         store = HashStore()
-        assert all_ranks(size, lambda rank: check_in(store, rank, size, TIMEOUT)) == [None] * size  # noqa: B023
+        musters = all_ranks(size, lambda rank: check_in(store, rank, size, TIMEOUT))  # noqa: B023
+        assert all(isinstance(muster, Muster) for muster in musters)
 
 
 def test_ranks_disagree_on_the_world_size():

@@ -65,9 +65,14 @@ class World:
         timeout: float,
         pg_options: object = None,
         description: str = "default_pg",
+        muster: Any = None,
     ) -> World:
-        """Make a world and its default group; all ranks must."""
+        """Make a world and its default group; all ranks must.
+
+        ``muster`` knows who has come, if somebody counted them.
+        """
         world = cls(rank, size, store)
+        world.shared["muster"] = muster
         world.num_groups = 1
         try:
             world.default = world.add_group(
@@ -354,8 +359,10 @@ def init_process_group(
     past = _past.setdefault(store, Counter())
     meeting = PrefixStore(f"world{past[rank]}", store)
     try:
-        check_in(meeting, rank, world_size, limit)
-        slot.world = World.create(rank, world_size, meeting, config, limit, pg_options)
+        muster = check_in(meeting, rank, world_size, limit)
+        slot.world = World.create(
+            rank, world_size, meeting, config, limit, pg_options, muster=muster
+        )
     except BaseException:
         past[rank] += 1
         raise

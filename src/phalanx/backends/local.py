@@ -61,8 +61,9 @@ def _roster(options: BackendOptions) -> tuple[_native.Roster, bool]:
         roster = _native.Roster.create(size, threads=options.threads or size == 1)
         options.store.set("roster", roster.ticket)
     else:
+        options.await_key("roster")
         roster = _native.Roster.open(options.store.get("roster").decode())
-    roster.join(rank, options.timeout)
+    roster.join(rank, options.timeout, options.shared.get("pids", []))
     whole_world = size == options.world_size
     if whole_world:
         options.shared["roster"] = roster

@@ -38,6 +38,14 @@ class BackendOptions:
     shared: dict[str, Any] = field(default_factory=dict)
     group_desc: str = ""
 
+    def await_key(self, key: str) -> None:
+        """Wait for a key of the store; raise PeerFailed if a rank of the world dies before that."""
+        muster = self.shared.get("muster")
+        if muster is None:
+            self.store.wait([key], self.timeout)
+        else:
+            muster.wait(self.store, key, self.timeout)
+
 
 class _Plugin(NamedTuple):
     create: Callable[..., GroupBackend]

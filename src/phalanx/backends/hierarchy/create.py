@@ -37,6 +37,8 @@ def _hosts(options: BackendOptions) -> list[Host]:
             return []  # of a world that has none on this transport
         found = hosts.meet(options)
         if len({host.id for host in found}) == 1:
+            if not options.threads:
+                options.shared["pids"] = [host.pid for host in found]
             found = []
         options.shared["hosts"] = found
         if found:
@@ -59,6 +61,7 @@ def _roster(options: BackendOptions, found: list[Host]) -> _native.Roster:
                 roster.place(each, host.name, host.pid)
         options.store.set(key, roster.ticket)
     else:
+        options.await_key(key)
         ticket = options.store.get(key).decode()
         try:
             roster = _native.Roster.open(ticket)
@@ -69,7 +72,8 @@ def _roster(options: BackendOptions, found: list[Host]) -> _native.Roster:
                 f"containers that do not share memory, set {hosts.VARIABLE} to another word in "
                 "each container"
             ) from None
-    roster.join(rank, options.timeout)
+    pids = [host.pid if host.id == found[rank].id else 0 for host in found]
+    roster.join(rank, options.timeout, [] if options.threads else pids)
     return roster
 
 

@@ -90,7 +90,7 @@ def meet(options: BackendOptions) -> list[Host]:
     if store.add("hosts/arrived", 1) == size:
         store.set("hosts", b"[%s]" % b",".join(store.multi_get(keys)))
     try:
-        store.wait(["hosts"], options.timeout)
+        options.await_key("hosts")
     except StoreTimeout:
         missing = [str(each) for each in range(size) if not store.check([keys[each]])]
         raise DistTimeout(
