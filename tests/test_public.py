@@ -23,6 +23,7 @@ LAYERS = [
         "bystanders",
         "extras",
         "forks",
+        "leftovers",
         "patches",
         "process",
     },

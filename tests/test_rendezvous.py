@@ -313,7 +313,7 @@ def test_bad_lists_of_hosts(text):
 
 
 WORKER = """
-from phalanx.stores.attendance import Muster, check_in
+from phalanx.stores.attendance import check_in
 from phalanx.stores.rendezvous import rendezvous
 store, rank, size = next(rendezvous(timeout=60))
 check_in(store, rank, size, 60)

@@ -15,6 +15,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
+from phalanx import leftovers
 from phalanx.bench.cells import start_line_file
 from phalanx.bench.peers import Peer, environment_of_ranks
 from phalanx.bench.ranks import TIMEOUT, be_rank
@@ -142,7 +143,9 @@ class Team:
         self.peer, self.size = peer, size
         self._connections: list[Connection] = []
         self._pids: set[int] = set()
-        self._place = tempfile.TemporaryDirectory(prefix="phalanx-bench-", dir=within)
+        self._place = tempfile.TemporaryDirectory(
+            prefix=leftovers.prefix() if within is None else "phalanx-bench-", dir=within
+        )
         directory = Path(self._place.name)
         self._log = directory / "log"
         start_line_file(directory, size)

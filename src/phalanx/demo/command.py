@@ -17,6 +17,8 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from phalanx import leftovers
+
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
@@ -45,7 +47,7 @@ def run(arguments: Namespace) -> int:
     from phalanx.demo.stage import Quit, Stage
 
     stage = Stage(looks.terminal(), pauses=not (arguments.no_pause or arguments.fast))
-    with tempfile.TemporaryDirectory(prefix="phalanx-demo-") as folder, looks.tidy():
+    with tempfile.TemporaryDirectory(prefix=leftovers.prefix()) as folder, looks.tidy():
         _prepare_processes()
         _greet(stage)
         with stage.busy("importing torch ..."):

@@ -9,7 +9,6 @@ import pickle
 import shutil
 import signal
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple, TypeVar
 
-from phalanx import logs
+from phalanx import leftovers, logs
 from phalanx.errors import DistError
 from phalanx.launch import life, outcomes, processes
 from phalanx.launch.life import Brief, Group
@@ -72,7 +71,7 @@ class Pool:
         """Make an empty pool; each process calls `inside(serve)`, which must call `serve()`."""
         self._inside = b"" if inside is None else pack(inside)
         self._idle: list[_Warm] = []
-        self.directory = tempfile.mkdtemp(prefix="phalanx-")
+        self.directory = leftovers.new_directory()
         # At exit multiprocessing waits for its processes: these must not wait for another run.
         self._close = Finalize(self, _end, (self._idle, self.directory), exitpriority=10)
 

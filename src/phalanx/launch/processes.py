@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -24,7 +23,7 @@ from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, TypeVar
 
-from phalanx import logs
+from phalanx import leftovers, logs
 from phalanx.errors import DistError
 from phalanx.launch import life, notebook
 from phalanx.launch.descendants import descendants
@@ -126,7 +125,7 @@ class Processes:
         self.running: set[Rank] = set()
         self._limit = float("inf")  # when nobody waits any longer
         self._ending = float("inf")  # when the others have had their time after a failure
-        directory = tempfile.mkdtemp(prefix="phalanx-", dir=within)
+        directory = leftovers.new_directory(within)
         # At exit multiprocessing waits for ranks that nobody has waited for: they must not wait in
         # turn for somebody to take their results. What they need goes after that.
         self._stop_listening = Finalize(self, _close, (self.ranks,), exitpriority=10)

@@ -6,10 +6,10 @@ import json
 import os
 import socket
 import time
-from pathlib import Path
 
 from phalanx import logs
 from phalanx.errors import DistError, PeerFailed, StoreTimeout
+from phalanx.leftovers import place
 from phalanx.process import Stat
 from phalanx.stores.base import Store, Timeout, seconds
 
@@ -31,7 +31,7 @@ class Muster:
         self._look_every = max(_LOOK, world_size / 100)  # all ask one store
         self._read = 0  # cards
         self._here: dict[int, tuple[int, int]] = {}  # pid and start time of ranks on this host
-        self._place = _place()
+        self._place = place()
         number = store.add("cards", 1)
         pid = os.getpid()
         card = [rank, self._place, pid, Stat(f"/proc/{pid}").start_time]
@@ -76,12 +76,6 @@ class Muster:
             rank, place, pid, start = json.loads(card)
             if place == self._place and rank != self._rank:
                 self._here[rank] = pid, start
-
-
-def _place() -> str:
-    """Say where process numbers mean the same processes as here."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def check_in(store: Store, rank: int, world_size: int, timeout: Timeout) -> Muster:

@@ -5,21 +5,25 @@ a file in a directory that only this user can enter. The file's name is a hash o
 one job share and no other job has (see `rendezvous`). The last rank to arrive removes it.
 
 A file that a killed job left behind does no harm: whoever reads it finds no server that knows its
-secret, and looks again until rank 0 of the living job has replaced it.
+secret, and looks again until rank 0 of the living job has replaced it. Rank 0 of the next job, of
+whichever, removes it: the file says whose it is.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
 import os
+import re
 import stat
 import tempfile
 import time
 from pathlib import Path
 
+from phalanx import leftovers
 from phalanx.errors import DistNetworkError, DistStoreError, StoreTimeout
 from phalanx.stores import TCPStore, secret
 
@@ -27,13 +31,17 @@ from phalanx.stores import TCPStore, secret
 _CONNECT_SECONDS = 5.0
 _HOST = "127.0.0.1"
 _REFUSED_SECONDS = 5.0  # for rank 0 to replace an address at which another job answers
+_OWNER = re.compile(r'"owner": "(?P<owner>[0-9a-f]{8}-\d+-\d+)"')
 
 
 def private_directory() -> Path:
     """Return this user's directory for meetings, made if need be; refuse one open to others."""
-    path = Path(tempfile.gettempdir(), f"phalanx-{os.geteuid()}")
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
+    try:
+        path = Path(tempfile.gettempdir(), f"phalanx-{os.geteuid()}")
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+    except OSError as error:
+        raise DistStoreError(f"ranks cannot meet: {leftovers.unusable(error)}") from None
     status = path.lstat()
     if (
         not stat.S_ISDIR(status.st_mode)
@@ -61,10 +69,11 @@ def _host(path: Path, timeout: float) -> TCPStore:
     token = secret.token()
     mixed = secret.mixed(token)
     store = TCPStore(_HOST, 0, is_master=True, timeout=timeout, secret=mixed)
+    _sweep(path.parent)
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            json.dump({"port": store.port, "token": token}, file)
+            json.dump({"port": store.port, "token": token, "owner": leftovers.owner()}, file)
         draft.replace(path)  # at once: nobody reads half of it
     except OSError as error:
         draft.unlink(missing_ok=True)
@@ -72,6 +81,15 @@ def _host(path: Path, timeout: float) -> TCPStore:
             f"rank 0 cannot write '{path}' to be found by the others: {error}"
         ) from error
     return store
+
+
+@functools.cache
+def _sweep(directory: Path) -> None:
+    """Remove what killed jobs have left in the directory, the first time that this is called."""
+    leftovers.sweep()
+    for path in directory.iterdir():
+        if path.is_file() and not path.is_symlink():
+            leftovers.remove_if_left(path, _OWNER)
 
 
 def _find(path: Path, identity: tuple[str, ...], timeout: float) -> TCPStore:
