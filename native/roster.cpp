@@ -123,8 +123,7 @@ void Roster::await_others(int rank, Deadline deadline, const std::vector<int32_t
       for (int peer = 0; costly && peer < size(); ++peer) {
         std::string end = obituary(peer, true);
         // Looked at again: all may have joined, and this one have ended after that.
-        if (!end.empty() && !ready())
-          throw Failure(Kind::PeerFailed, "init_process_group: " + end);
+        if (!end.empty() && !ready()) throw Failure(Kind::PeerFailed, "init_process_group: " + end);
       }
       if (deadline.passed())
         throw Failure(Kind::Timeout,
