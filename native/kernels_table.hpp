@@ -38,8 +38,11 @@ struct Table {
   constexpr Measure squares_of(DType dtype) const { return squares[static_cast<size_t>(dtype)]; }
 };
 
-// The variants need per-function targets, which only GCC can set for a whole file from within it.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+// The variants need per-function targets, which only GCC can set for a whole file from within it. A
+// build may do without them: that of the sanitizers does, which take ten times as long to compile.
+#if defined(PHALANX_ONE_VARIANT)
+#define PHALANX_X86_VARIANTS 0
+#elif defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
 #define PHALANX_X86_VARIANTS 1
 #else
 #define PHALANX_X86_VARIANTS 0

@@ -420,3 +420,67 @@ def test_files_say_who_wrote_them(tmp_path):
     recorded = files.assemble(sources)
     assert len(recorded.groups) == 2  # not joined, though they have one name
     assert np.unique(joins.join(recorded).came).tolist() == [2]
+
+
+_SLOTS = 4 * 128  # where they begin in a file
+
+
+@pytest.fixture(scope="module")
+def recorded_file(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("recorded")
+    with trace.record(directory):
+        run_ranks(everything, 2)
+    return next(directory.glob("rank1-*.trace")).read_bytes()
+
+
+def damaged(tmp_path, data, at, value):
+    tmp_path.joinpath("rank1-1.trace").write_bytes(data[:at] + value + data[at + len(value) :])
+    return files.read_all(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (16, b"\xff\xff\xff\xff"),  # rank
+        (16, b"\x02\0\0\0"),
+        (20, b"\0\0\0\x70"),  # size
+        (20, b"\0\0\0\0"),
+        (48, b"\xff" * 8),  # monotonic_ns
+        (56, b"\xff" * 7 + b"\x7f"),  # realtime_ns
+    ],
+)
+def test_a_file_whose_head_cannot_be_is_told_from_a_record(tmp_path, recorded_file, at, value):
+    sources, problems = damaged(tmp_path, recorded_file, at, value)
+    assert sources == []
+    assert "damaged" in problems[0]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        (1, b"\xff"),  # op
+        (2, b"\xff"),  # dtype
+        (3, b"\xff"),  # reduce
+        (4, b"\x07"),  # state
+        (5, b"\x07"),  # ndim
+        (40, b"\xff" * 8),  # bytes
+        (56, b"\xff" * 8),  # posted
+    ],
+)
+def test_a_record_that_cannot_be_is_left_out_and_the_others_are_shown(
+    tmp_path, recorded_file, field, value
+):
+    slots = range(_SLOTS, len(recorded_file), 128)
+    first = next(at for at in slots if recorded_file[at] == 3)
+    sources, problems = damaged(tmp_path, recorded_file, first + field, value)
+    assert problems == []
+    shown = files.assemble(sources)
+    assert shown.problems == ["rank1-1.trace: 1 records are damaged and left out"]
+    assert told(shown, 1, "op") == ["broadcast", "all_gather", "reduce_scatter", "barrier", "recv"]
+    assert cli.main(["trace", str(tmp_path)]) == 0
+
+
+def test_operations_of_a_group_that_cannot_be_are_left_out(tmp_path, recorded_file):
+    group = next(at for at in range(_SLOTS, len(recorded_file), 128) if recorded_file[at] == 2)
+    sources, _ = damaged(tmp_path, recorded_file, group + 8, b"\0\0\0\x70")  # its size
+    assert told(files.assemble(sources), 1, "op") == ["recv"]  # messages have a record of their own

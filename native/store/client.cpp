@@ -26,6 +26,19 @@ struct Full {
   uint64_t connections;
 };
 
+// That a reply has, unless it lists keys.
+size_t num_values(const Request& request) {
+  switch (request.op) {
+    case Op::Get:
+      return request.keys.size();
+    case Op::CompareSet:
+    case Op::Pop:
+      return 1;
+    default:
+      return 0;
+  }
+}
+
 }  // namespace
 
 Client::Client(std::string host, int port, std::string secret, const Patience& patience)
@@ -257,6 +270,9 @@ Reply Client::run(Request request, const Patience& patience) {
       if (!receive(*connection, last, frame)) lost("it does not answer");
     }
     Reply reply = wire::decode_reply(frame);
+    if (reply.status == Status::Ok && reply.values.size() != num_values(request) &&
+        request.op != Op::ListKeys)
+      throw wire::Malformed();
     give_back(std::move(connection));
     return accepted(std::move(reply), request, patience, where_);
   } catch (const HungUp&) {

@@ -104,14 +104,19 @@ void File::replay(Known& known, Locked& file) const {
   std::string_view rest = log;
   wire::Length length;
   while (wire::peek(rest, length) && rest.size() - sizeof length >= length) {
+    bool sound = true;
     try {
       Request request = wire::decode_request(rest.substr(sizeof length, length));
-      count(known, request.op);
       if (mutates(request.op)) known.table->attempt(request);
+      count(known, request.op);
     } catch (const wire::Malformed&) {
+      sound = false;
+    } catch (const Failure&) {  // only what was right has been written
+      sound = false;
+    }
+    if (!sound)
       throw Failure(Kind::Store, "'" + path_ + "' is not the file of a phalanx store (at byte " +
                                      std::to_string(known.offset) + "); choose another path");
-    }
     rest.remove_prefix(sizeof length + length);
     known.offset += sizeof length + length;
   }

@@ -134,6 +134,8 @@ void Server::serve() {
         drop(connection);
       } catch (const std::bad_alloc&) {
         drop(connection);
+      } catch (const Failure&) {  // no random numbers for the handshake
+        drop(connection);
       }
     }
     dropped_.clear();

@@ -76,7 +76,9 @@ const std::string* Table::arrive(Request& request) {
   auto& done = request.values;
   if (done.empty()) {
     auto& arrived = values_[request.keys[0] + "/arrived"];
-    int64_t count = integer(request.keys[0], arrived) + 1;
+    int64_t count;
+    if (__builtin_add_overflow(integer(request.keys[0], arrived), 1, &count))
+      throw Failure(Kind::Invalid, "barrier: '" + request.keys[0] + "/arrived' leaves 64 bits");
     arrived = std::to_string(count);
     // Whoever comes after a full house belongs to the next round.
     done.push_back(request.keys[0] + "/round/" + std::to_string((count - 1) / request.number));

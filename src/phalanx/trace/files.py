@@ -21,6 +21,8 @@ WAITING, DONE, MISMATCH = 0, 1, 3  # states of an operation
 _MAGIC = b"PHXTRACE"
 _VERSION = 1
 _SLOT = 128
+_MOST_RANKS = 1 << 20  # of a world: more is no world
+_LATEST = 2**62  # nanoseconds since 1970: in the year 2116
 _SITE, _GROUP, _OPERATION, _RANGE = 1, 2, 3, 4  # kinds of slots
 
 _HEAD = np.dtype(
@@ -94,6 +96,7 @@ _RANGE_SLOT = np.dtype(
         "itemsize": _SLOT,
     }
 )
+_NO_PLACE = 2**32 - 1  # of a group that cannot be read
 _TIMES = ("issued", "posted", "finished", "awaited")
 
 
@@ -171,6 +174,8 @@ def parse(path: Path, data: NDArray[Any]) -> Source:
             f"has format {head['version']}, and this version of phalanx reads format {_VERSION}: "
             "read it with the version that wrote it"
         )
+    if not _is_sound(head):
+        raise BrokenFile("damaged: what it says of its rank, or of the time, cannot be")
     body = data[_HEAD_BYTES:]
     slots = body[: body.size // _SLOT * _SLOT].reshape(-1, _SLOT)
     unwritten = np.flatnonzero(slots[:, 0] == 0)
@@ -191,6 +196,13 @@ def parse(path: Path, data: NDArray[Any]) -> Source:
         int(head["error"]),
         body.size % _SLOT != 0,
         slots[: unwritten[0]] if unwritten.size else slots,
+    )
+
+
+def _is_sound(head: Any) -> bool:
+    times = head["monotonic_ns"], head["realtime_ns"]
+    return bool(
+        0 <= head["rank"] < head["size"] <= _MOST_RANKS and all(0 <= t < _LATEST for t in times)
     )
 
 
@@ -244,11 +256,16 @@ def assemble(sources: Sequence[Source], problems: Sequence[str] = ()) -> Trace:
     sites: dict[tuple[str, str], int] = {}
     epochs: dict[str, int] = {}  # one per machine: its ranks share the monotonic clock
     operations, ranges = [], []
+    words = _native.trace_words()
+    told = list(problems)
     for source in sources:
         epoch = epochs.setdefault(source.boot, source.epoch)
         kinds = source.slots[:, 0]
         group_places = []
         for slot in _of_kind(source.slots, kinds, _GROUP, _GROUP_SLOT):
+            if not 0 <= slot["rank"] < slot["size"] <= _MOST_RANKS:
+                group_places.append(_NO_PLACE)  # damaged, and so is what refers to it
+                continue
             identity = int(slot["id"])
             if identity not in groups:
                 groups[identity] = Group(_text(slot["name"]), int(slot["size"]), {})
@@ -261,13 +278,21 @@ def assemble(sources: Sequence[Source], problems: Sequence[str] = ()) -> Trace:
         ]
         found = _with_rank(_of_kind(source.slots, kinds, _OPERATION, _OPERATION_SLOT), source.rank)
         known = (found["group"] < len(group_places)) & (found["site"] < len(site_places))
-        found = found[known]
+        sound = _are_sound(found, words)
+        damaged = np.count_nonzero(~sound)
+        found = found[known & sound]
         found["group"] = np.array(group_places, np.uint32)[found["group"]]
+        found = found[found["group"] != _NO_PLACE]
         found["site"] = np.array(site_places, np.uint32)[found["site"]]
         for name in _TIMES:
             found[name][found[name] != 0] += epoch
         operations.append(found)
         stretches = _with_rank(_of_kind(source.slots, kinds, _RANGE, _RANGE_SLOT), source.rank)
+        sound = _are_times(stretches, ("started", "finished"))
+        damaged += np.count_nonzero(~sound)
+        stretches = stretches[sound]
+        if damaged:
+            told.append(f"{source.path.name}: {damaged} records are damaged and left out")
         for name in ("started", "finished"):
             stretches[name][stretches[name] != 0] += epoch
         ranges.append(stretches)
@@ -280,10 +305,28 @@ def assemble(sources: Sequence[Source], problems: Sequence[str] = ()) -> Trace:
             _joined(ranges, "started", _RANGE_SLOT),
             0,
             0,
-            list(problems),
-            _native.trace_words(),
+            told,
+            words,
         )
     )
+
+
+def _are_sound(table: NDArray[Any], words: dict[str, list[str]]) -> NDArray[Any]:
+    """Tell operations from what damage has left in their place."""
+    sound = _are_times(table, _TIMES)
+    sound &= table["ndim"] <= table["shape"].shape[1]
+    for name, known in words.items():
+        sound &= table[name] < len(known)
+    for name in ("bytes", "sequence"):
+        sound &= table[name] < _LATEST
+    return sound
+
+
+def _are_times(table: NDArray[Any], names: Sequence[str]) -> NDArray[Any]:
+    sound = np.ones(table.size, bool)
+    for name in names:
+        sound &= (table[name] >= 0) & (table[name] < _LATEST)
+    return sound
 
 
 def _on_one_clock(trace: Trace) -> Trace:
