@@ -253,7 +253,10 @@ def over_hosts(cells, store):
     return in_world(cells)
 
 
-ALL = list(itertools.product(STATES, WAYS))
+# Training has collectives of its own, which cannot come between another one's two ranks.
+ALL = [
+    cell for cell in itertools.product(STATES, WAYS) if cell != (reducing_much, forked_by_a_loader)
+]
 # Handlers run in the main thread, which is no rank.
 IN_THREADS = [cell for cell in ALL if cell[1] is not forked_in_a_handler]
 
