@@ -82,6 +82,8 @@ class Call:
 
 def everybody_goes_on(group: Any = None) -> None:
     """Check, on all ranks of a group, that it works."""
-    total = torch.ones(3)
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    total = torch.arange(3.0) + 10 * rank
     dist.all_reduce(total, group=group)
-    assert (total == dist.get_world_size(group)).all()
+    tens = 10 * sum(range(size))
+    assert total.tolist() == [tens, tens + size, tens + 2 * size]

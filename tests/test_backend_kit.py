@@ -171,9 +171,8 @@ class ScattersNothing(MemoryBackend):
 
 @breaks(collectives.reduce_scatter_into_inputs)
 class WritesBeforeItHasReadAll(MemoryBackend):
-    def _reduce_scatter(self, deadline, output, inputs, op):
-        for root, input in enumerate(inputs):
-            self._reduce(deadline, output, input, root, op)
+    def reduce_scatter(self, output, inputs, op, *, timeout=None, async_op=False):
+        return self._issue([output], timeout, async_op, self._reduce_scatter, output, inputs, op)
 
 
 @breaks(collectives.reduce_scatter_single)

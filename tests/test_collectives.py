@@ -46,13 +46,13 @@ def test_roots_are_global_or_in_the_group(run):
 
 def test_gather_and_scatter_default_to_rank_0(run):
     def body():
-        outputs = [torch.zeros(1), torch.zeros(1)] if dist.get_rank() == 0 else None
-        dist.gather(torch.ones(1), outputs)
+        outputs = [torch.zeros(1) for _ in range(3)] if dist.get_rank() == 0 else None
+        dist.gather(torch.tensor([dist.get_rank() + 3.0]), outputs)
         output = torch.zeros(1)
-        dist.scatter(output, outputs)
-        assert output.item() == 1
+        dist.scatter(output, outputs and [10 * each for each in outputs[::-1]])
+        assert output.item() == [50, 40, 30][dist.get_rank()]
 
-    run(body, 2)
+    run(body, 3)
 
 
 def test_async_ops_return_works(run):
@@ -197,11 +197,11 @@ def test_numpy_arrays_are_views(run):
         array = np.full(3, rank + 1.0)
         dist.all_reduce(array)
         assert array.tolist() == [3, 3, 3]
-        fixed = np.ones(2)
+        fixed = np.array([1.0, 2.0]) + 10 * rank
         fixed.flags.writeable = False
         outputs = [np.zeros(2), np.zeros(2)]
         dist.all_gather(outputs, fixed)
-        assert np.array(outputs).tolist() == [[1, 1], [1, 1]]
+        assert np.array(outputs).tolist() == [[1, 2], [11, 12]]
         with pytest.raises(ValueError, match="read-only"):
             dist.all_reduce(fixed)
 
@@ -244,14 +244,19 @@ def test_sparse_all_reduce(run):
 def test_coalesced_forms(run):
     def body():
         rank = dist.get_rank()
-        tensors = [torch.ones(2) * rank, torch.ones(3, 2)]
+        tensors = [torch.arange(2.0) + rank, torch.arange(6.0).view(3, 2) * (rank + 1)]
         assert dist.all_reduce_coalesced(tensors) is None
-        assert [t.flatten()[0].item() for t in tensors] == [1, 2]
+        assert tensors[0].tolist() == [1, 3]
+        assert tensors[1].flatten().tolist() == [0, 3, 6, 9, 12, 15]
         value = dist.all_reduce_coalesced(tensors, async_op=True).wait()
-        assert [t.flatten()[0].item() for t in value] == [2, 4]
+        assert value[0].tolist() == [2, 6]
+        assert value[1].flatten().tolist() == [0, 6, 12, 18, 24, 30]
         outputs = [[torch.zeros(2), torch.zeros(1)] for _ in range(2)]
-        dist.all_gather_coalesced(outputs, [torch.ones(2) * rank, torch.ones(1)])
-        assert [[t[0].item() for t in each] for each in outputs] == [[0, 1], [1, 1]]
+        dist.all_gather_coalesced(outputs, [torch.arange(2.0) + rank, torch.tensor([7.0 - rank])])
+        assert [[t.tolist() for t in each] for each in outputs] == [
+            [[0, 1], [7]],
+            [[1, 2], [6]],
+        ]
         with pytest.raises(ValueError, match="all_reduce does not support"):
             dist.all_reduce_coalesced([torch.ones(1).cfloat()], ReduceOp.MAX)
         with pytest.raises(TypeError, match="list"):
@@ -326,17 +331,20 @@ def test_methods_of_a_group(run):
 def test_coalescing_manager(run):
     def body():
         size = dist.get_world_size()
+        rank = dist.get_rank()
         tensors = [torch.ones(2), torch.ones(3)]
         gathered, own = torch.zeros(size, 2), torch.zeros(2)
+        parts = torch.arange(2.0 * size) + 10 * rank
         with dist._coalescing_manager():
             for tensor in tensors:
                 dist.all_reduce(tensor)
-            dist.all_gather_into_tensor(gathered, tensors[0])
-            dist.reduce_scatter_tensor(own, torch.ones(2 * size))
+            dist.all_gather_into_tensor(gathered, torch.tensor([rank + 1.0, rank + 5.0]))
+            dist.reduce_scatter_tensor(own, parts)
             assert tensors[0][0] == 1  # nothing has run yet
             dist.barrier()  # what cannot be coalesced runs at once
-        assert tensors[0][0] == tensors[1][0] == own[0] == size
-        assert gathered.tolist() == [[1, 1]] * size  # read before anything was written
+        assert tensors[0].tolist() + tensors[1].tolist() == [size] * 5
+        assert gathered.tolist() == [[1, 5], [2, 6]]
+        assert own.tolist() == [2.0 * (2 * rank + i) + 10 for i in range(2)]
         with dist._coalescing_manager(async_ops=True) as manager:
             work = dist.all_reduce(tensors[0], async_op=True)
             with pytest.raises(ValueError, match="block"):

@@ -252,6 +252,19 @@ def test_running_out_of_time_in_a_collective_ends_the_collectives_of_a_group():
     on_gloo(body, 2)
 
 
+def test_the_first_reason_why_nothing_comes_is_kept():
+    first, second = (Failure(dist.DistBackendError, text) for text in ("first", "second"))
+    for end, kept in (("end_collectives", "out_of_step"), ("break_off", "broken")):
+        mailbox = Mailbox(0, 2)
+        for failure in (first, second):
+            getattr(mailbox, end)(failure)
+            assert getattr(mailbox, kept) is first
+    mailbox = Mailbox(0, 2)
+    for failure in (first, second):
+        mailbox.lose(1, failure)
+    assert mailbox.gone == {1: first}
+
+
 def test_a_payload_that_nobody_takes_is_given_up():
     def body():
         group = dist.new_group()

@@ -141,10 +141,10 @@ CHANGES: list[Change] = [
         _GLOO),
     # Data that only one result is right for
     _on("src/phalanx/backends/base.py",
-        "output.copy_(result)", "output.copy_(inputs[self.rank])", _KIT),
+        "inputs = overlaps.spared(inputs, [output])", "inputs = list(inputs)", _KIT),
     _on("src/phalanx/backends/base.py",
-        "result = torch.empty_like(output)", "result = output", 
-        _KIT),
+        "(input,) = overlaps.spared([input], [output])\n        return self._issue(\n",
+        "return self._issue(\n", _KIT),
     _on("src/phalanx/mesh.py",
         "self._grid.permute(*others, *axes)", "self._grid.permute(*axes, *others)", "mesh"),
     _on("src/phalanx/objects.py",

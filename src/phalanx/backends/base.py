@@ -401,10 +401,8 @@ class GroupBackend(ABC):
     def _reduce_scatter(
         self, deadline: Deadline, output: Tensor, inputs: Sequence[Tensor], op: ReduceOp
     ) -> None:
-        result = torch.empty_like(output)  # the output may lie across inputs yet to be read
         for root, input in enumerate(inputs):
-            self._reduce(deadline, result, input, root, op)
-        output.copy_(result)
+            self._reduce(deadline, output, input, root, op)
 
     def _reduce_scatter_single(
         self, deadline: Deadline, output: Tensor, input: Tensor, op: ReduceOp
