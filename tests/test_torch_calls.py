@@ -5,7 +5,11 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C import _distributed_c10d as c10d
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import phalanx
 from phalanx.testing import run_ranks
@@ -19,7 +23,13 @@ def values(count, rank=None):
 
 @pytest.fixture(scope="module")
 def outcomes():
-    return Outcomes(_shared_memory, _methods_of_torchs_group)
+    return Outcomes(
+        _shared_memory,
+        _methods_of_torchs_group,
+        _what_modes_see,
+        _counts_of_torchs,
+        _modes_that_interfere,
+    )
 
 
 # Calls that share memory
@@ -343,3 +353,191 @@ def test_what_options_say_counts():
 
 def test_each_method_has_its_timeout():
     run_ranks(_timeouts_count, 2)
+
+
+# Dispatch modes
+
+
+class Looking(TorchDispatchMode):
+    """Notes the operators that are not torch's own, and what they are given."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace != "aten":
+            self.seen.append((str(func), _shown(args), kwargs or {}))
+        return func(*args, **kwargs or {})
+
+
+def _shown(value):
+    """Say what an argument is; of tensors the shape, since they may be written at any time."""
+    if isinstance(value, torch.Tensor):
+        return value.layout, tuple(value.shape)
+    if isinstance(value, list | tuple):
+        return [_shown(each) for each in value]
+    if not isinstance(value, torch.ScriptObject):
+        return value
+    kind = str(value._type())
+    if not kind.endswith("ProcessGroup"):
+        return kind
+    return c10d.ProcessGroup.unbox(value) is dist.group.WORLD
+
+
+def _plain(value):
+    """Return tensors as numbers."""
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
+def _calls_for_modes():
+    """Return, by name, calls of torch.distributed, each with the tensors that it gives back."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = dist.group.WORLD
+
+    def own(count=3):
+        return values(count)
+
+    def many(count=3):
+        return [own(count) + 100 * i for i in range(size)]
+
+    def at_root(tensors):
+        return tensors if rank == 1 else None
+
+    def messages():
+        given, taken = own(), own()
+        operations = [
+            dist.P2POp(dist.isend, given, 1 - rank),
+            dist.P2POp(dist.irecv, taken, 1 - rank),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return taken
+
+    def any_message():
+        work = dist.isend(own(), 1 - rank)
+        dist.recv(taken := own())
+        work.wait()
+        return taken
+
+    def coalesced(function, *pairs):
+        with dist._coalescing_manager():
+            for pair in pairs:
+                function(*pair)
+        return pairs
+
+    def waited(function, *args, **kwargs):
+        function(*args, **kwargs, async_op=True).wait()
+        return args
+
+    def done(function, *args, **kwargs):
+        function(*args, **kwargs)
+        return args
+
+    return {
+        "all_reduce": lambda: done(dist.all_reduce, own()),
+        "asynchronous": lambda: waited(dist.all_reduce, own(), op=dist.ReduceOp.MAX),
+        "all_reduce_coalesced": lambda: done(dist.all_reduce_coalesced, many()),
+        "broadcast": lambda: done(dist.broadcast, own(), 1),
+        "reduce": lambda: done(dist.reduce, own(), 0)[0] * (rank == 0),
+        "all_gather": lambda: done(dist.all_gather, many(), own()),
+        "all_gather_single": lambda: waited(dist.all_gather_into_tensor, own(3 * size), own()),
+        "all_gather_coalesced": lambda: done(
+            dist.all_gather_coalesced, [many(2) for _ in range(size)], many(2)
+        ),
+        "gather": lambda: done(dist.gather, own(), at_root(many()), 1),
+        "scatter": lambda: done(dist.scatter, own(), at_root(many()), 1),
+        "reduce_scatter": lambda: done(dist.reduce_scatter, own(), many()),
+        "reduce_scatter_single": lambda: done(dist.reduce_scatter_tensor, own(), own(3 * size)),
+        "all_to_all": lambda: waited(dist.all_to_all, many(), many()),
+        "all_to_all_single": lambda: done(dist.all_to_all_single, own(2 * size), own(2 * size)),
+        "barrier": lambda: done(dist.barrier),
+        "monitored_barrier": lambda: dist.monitored_barrier(timeout=SOON),
+        "messages": messages,
+        "any message": any_message,
+        "objects": lambda: done(dist.all_gather_object, [None] * size, ("object", rank)),
+        "manager": lambda: coalesced(dist.all_reduce, [own()], [own(2)]),
+        "manager, gathering": lambda: coalesced(
+            dist.all_gather_into_tensor, [own(3 * size), own()], [own(2 * size), own(2)]
+        ),
+        "manager, scattering": lambda: coalesced(
+            dist.reduce_scatter_tensor, [own(), own(3 * size)], [own(2), own(2 * size)]
+        ),
+        "method": lambda: world.allreduce([own()]).wait(),
+        "methods": lambda: world.alltoall_base(own(2 * size), own(2 * size), [], []).wait(),
+        "sparse": lambda: done(dist.all_reduce, own().to_sparse())[0].to_dense(),
+        "functional": lambda: torch.ops._c10d_functional.wait_tensor(
+            torch.ops._c10d_functional.all_reduce(own(), "sum", world.group_name)
+        ),
+    }
+
+
+def _what_modes_see():
+    results = {}
+    for name, call in _calls_for_modes().items():
+        with Looking() as outer, Looking() as inner:
+            results[name] = [_plain(call())]
+        assert inner.seen == outer.seen  # each of them sees each call once
+        results[name] += [_plain(call()), inner.seen]  # and without modes the same is done
+    return results
+
+
+def test_modes_see_each_call_once(outcomes):
+    for results in outcomes.equal(_what_modes_see):
+        assert len(results) > 20
+        for name, (seen, unseen, operators) in results.items():
+            assert seen == unseen
+            assert operators, name
+            assert name in ("objects", "messages", "any message", "functional") or (
+                len(operators) == 1
+            )
+
+
+def _counts_of_torchs():
+    with CommDebugMode() as mode:
+        for call in _calls_for_modes().values():
+            call()
+        model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
+        model(values(3)).sum().backward()
+    return {str(operator): count for operator, count in mode.get_comm_counts().items()}
+
+
+def test_the_mode_that_counts_collectives_counts_them(outcomes):
+    for counts in outcomes.equal(_counts_of_torchs):
+        assert counts["c10d.allreduce_"] > 3
+        assert counts["c10d.scatter_"] == 1
+
+
+class Replacing(TorchDispatchMode):
+    """Calls nothing, calls something else, or calls what raises."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.c10d.barrier.default:
+            dist.all_reduce(self.total, group=self.other)  # on its own account
+        if func is torch.ops.c10d.broadcast_.default:
+            args = ([tensor.clone() for tensor in args[0]], *args[1:])
+        return func(*args, **kwargs or {})
+
+
+def _modes_that_interfere():
+    rank = dist.get_rank()
+    mode = Replacing()
+    mode.total, mode.other = values(2), dist.new_group(backend="gloo")
+    own = dist.new_group()
+    with mode:
+        dist.barrier()
+        dist.broadcast(kept := values(2), 0)
+        if dist.get_backend() == "phalanx":
+            with pytest.raises(phalanx.CollectiveMismatch):
+                dist.all_reduce(torch.ones(2 + rank))
+        dist.all_reduce(total := values(2), group=own)
+    assert mode.total.tolist() == total.tolist() == [12.0, 14.0]
+    assert kept.tolist() == values(2).tolist()  # a copy of it was written
+    dist.all_reduce(again := values(2), group=mode.other)
+    assert again.tolist() == [12.0, 14.0]
+
+
+def test_modes_may_interfere(outcomes):
+    outcomes.equal(_modes_that_interfere)

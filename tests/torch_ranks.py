@@ -69,14 +69,28 @@ class Outcomes:
         That is the same bit by bit with two ranks: two numbers can be added in one order only.
         """
         results = []
-        for rank, on_backends in enumerate(self._by_rank):
-            ours, *theirs = (outcomes[program.__name__] for outcomes in on_backends)
-            for result in (ours, *theirs):
-                assert not isinstance(result, str), f"on rank {rank}:\n{result}"
+        for ours, theirs in self._both(program):
             for other in theirs:
                 torch.testing.assert_close(ours, other, rtol=rtol, atol=atol)
             results.append(ours)
         return results
+
+    def equal(self, program):
+        """Do the same for results that are no tensors."""
+        results = []
+        for ours, theirs in self._both(program):
+            for other in theirs:
+                assert ours == other
+            results.append(ours)
+        return results
+
+    def _both(self, program):
+        """Yield for each rank the result on Phalanx and those on others, if there are no errors."""
+        for rank, on_backends in enumerate(self._by_rank):
+            ours, *theirs = (outcomes[program.__name__] for outcomes in on_backends)
+            for result in (ours, *theirs):
+                assert not isinstance(result, str), f"on rank {rank}:\n{result}"
+            yield ours, theirs
 
 
 def _all_of(programs):

@@ -33,10 +33,11 @@ class Key:
         self,
         operators: Iterable[torch._ops.OpOverload],
         kernel: Callable[[torch._ops.OpOverload], Kernel],
+        namespace: str = "aten",
     ) -> None:
         """Have `kernel(operator)` called instead of each operator by threads that include this."""
         self.prepare()
-        kernels = cast(Any, torch.library.Library)("aten", "IMPL", self._name)
+        kernels = cast(Any, torch.library.Library)(namespace, "IMPL", self._name)
         for operator in operators:
             kernels.impl(operator, kernel(operator))
         self._libraries.append(kernels)

@@ -15,12 +15,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.autograd import profiler
+from torch.utils import _python_dispatch as modes
 
 from phalanx import coalescing, collectives, p2p
 from phalanx._native import dtype_code
 from phalanx.groups import ProcessGroup
 from phalanx.torch_backend import handlers, lifted, worlds
 from phalanx.torch_backend.membership import Membership
+from phalanx.torch_backend.shown import shown
+from phalanx.torch_backend.theirs import ProcessGroup as TheirGroup
 from phalanx.torch_backend.theirs import c10d
 from phalanx.torch_backend.untraced import untraced
 from phalanx.torch_backend.work import Done, TorchWork
@@ -63,29 +66,30 @@ def _op(op: Any) -> ReduceOp:
 
 @untraced
 class TorchGroup(Membership):
-    """One rank's end of a group of torch.distributed: its operations."""
+    """One rank's end of a group of torch.distributed: its operations.
+
+    Where torch has a new name for a method beside an old one, its old one calls what has the new.
+    """
 
     # Collectives
 
     def allreduce(
         self,
-        tensors: Any = (),
+        tensors: Any = None,
         opts: Any = c10d.ReduceOp.SUM,
         timeout: timedelta | None = None,
-        **names: Any,
+        *,
+        op: Any = None,
+        tensor: Any = None,
     ) -> Any:
         if type(opts) is not c10d.AllreduceOptions:
-            if names:
-                return self.allreduce(
-                    **_renamed(names, tensors=tensors, opts=opts, timeout=timeout)
-                )
-            opts = _options(c10d.AllreduceOptions, timeout, reduceOp=opts)
+            opts = _options(c10d.AllreduceOptions, timeout, reduceOp=opts if op is None else op)
         if type(tensors) is list and len(tensors) == 1:
             tensor = tensors[0]
         elif isinstance(tensors, Tensor):
             tensor = tensors
-        else:
-            return self._work(self._within(_UNSET).allreduce(tensors, opts))
+        elif tensor is None:
+            return self._reduce_together(tensors, opts)
         op = _OPS.get(hash(opts.reduceOp))
         inner = self._inner
         if (
@@ -97,15 +101,25 @@ class TorchGroup(Membership):
             and not opts.asyncOp
             and not self._completer.unsettled
             and not profiler._is_profiler_enabled
+            and not modes._is_in_torch_dispatch_mode
         ):
             # The same as below for most calls, without a second look at anything.
             self._native.all_reduce(tensor, op.code, 1.0, -1.0, False)
             return _DONE
+        if modes._is_in_torch_dispatch_mode and (seen := shown(self, "allreduce", [tensor], opts)):
+            return seen
         if not tensor.is_cpu:
             return self._engines.get(tensor.device).allreduce([tensor], opts)
         group = self._within(opts.timeout)
         op = op or _op(opts.reduceOp)
         return self._work(collectives.all_reduce(tensor, op, group, opts.asyncOp))
+
+    def _reduce_together(self, tensors: Any, opts: Any) -> Any:
+        if modes._is_in_torch_dispatch_mode and (
+            seen := shown(self, "allreduce", list(tensors), opts)
+        ):
+            return seen
+        return self._work(self._within(_UNSET).allreduce(tensors, opts))
 
     def broadcast(
         self,
@@ -118,6 +132,10 @@ class TorchGroup(Membership):
             return self.broadcast(**_renamed(names, tensors=tensors, opts=opts, timeout=timeout))
         if type(opts) is not c10d.BroadcastOptions:
             opts = _options(c10d.BroadcastOptions, timeout, rootRank=opts)
+        if modes._is_in_torch_dispatch_mode and (
+            seen := shown(self, "broadcast", _listed(tensors), opts)
+        ):
+            return seen
         if not isinstance(tensors, Tensor) and (len(tensors) != 1 or opts.rootTensor):
             return self._work(self._within(_UNSET).broadcast(tensors, opts))
         tensor = _only(tensors)
@@ -140,6 +158,10 @@ class TorchGroup(Membership):
             )
         if type(opts) is not c10d.ReduceOptions:
             opts = _options(c10d.ReduceOptions, timeout, rootRank=opts, reduceOp=op)
+        if modes._is_in_torch_dispatch_mode and (
+            seen := shown(self, "reduce", _listed(tensors), opts)
+        ):
+            return seen
         tensor = _only(tensors)
         if not tensor.is_cpu:
             return self._engines.get(tensor.device).reduce([tensor], opts)
@@ -162,6 +184,10 @@ class TorchGroup(Membership):
         if type(opts) is not c10d.AllgatherOptions:
             opts = _options(c10d.AllgatherOptions, opts if timeout is None else timeout)
         outputs, tensor = _list(output_tensors), _only(input_tensors)
+        if modes._is_in_torch_dispatch_mode and (
+            seen := shown(self, "allgather", [outputs], [tensor], opts)
+        ):
+            return seen
         if not tensor.is_cpu:
             return self._engines.get(tensor.device).allgather([outputs], [tensor], opts)
         group = self._within(opts.timeout)
@@ -170,6 +196,10 @@ class TorchGroup(Membership):
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         if opts is None:
             opts = c10d.AllgatherOptions()
+        if modes._is_in_torch_dispatch_mode and (
+            seen := shown(self, "all_gather_single", output, input, opts)
+        ):
+            return seen
         if not input.is_cpu:
             return self._engines.get(input.device)._allgather_base(output, input, opts)
         group = self._within(opts.timeout)
@@ -191,6 +221,10 @@ class TorchGroup(Membership):
         if type(opts) is not c10d.GatherOptions:
             opts = _options(c10d.GatherOptions, timeout, rootRank=opts)
         outputs, tensor = _list(output_tensors), _only(input_tensors)
+        if modes._is_in_torch_dispatch_mode and (
+            seen := shown(self, "gather", [outputs] if outputs else [], [tensor], opts)
+        ):
+            return seen
         if not tensor.is_cpu:
             return self._engines.get(tensor.device).gather(output_tensors, input_tensors, opts)
         group = self._within(opts.timeout)
@@ -218,6 +252,10 @@ class TorchGroup(Membership):
         if type(opts) is not c10d.ScatterOptions:
             opts = _options(c10d.ScatterOptions, timeout, rootRank=opts)
         tensor, inputs = _only(output_tensors), _list(input_tensors)
+        if modes._is_in_torch_dispatch_mode and (
+            seen := shown(self, "scatter", [tensor], [inputs] if inputs else [], opts)
+        ):
+            return seen
         if not tensor.is_cpu:
             return self._engines.get(tensor.device).scatter(output_tensors, input_tensors, opts)
         group = self._within(opts.timeout)
@@ -245,6 +283,10 @@ class TorchGroup(Membership):
         if type(opts) is not c10d.ReduceScatterOptions:
             opts = _options(c10d.ReduceScatterOptions, timeout, reduceOp=opts)
         tensor, inputs = _only(output_tensors), _list(input_tensors)
+        if modes._is_in_torch_dispatch_mode and (
+            seen := shown(self, "reduce_scatter", [tensor], [inputs], opts)
+        ):
+            return seen
         if not tensor.is_cpu:
             return self._engines.get(tensor.device).reduce_scatter([tensor], [inputs], opts)
         group = self._within(opts.timeout)
@@ -255,6 +297,10 @@ class TorchGroup(Membership):
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         if opts is None:
             opts = c10d.ReduceScatterOptions()
+        if modes._is_in_torch_dispatch_mode and (
+            seen := shown(self, "reduce_scatter_single", output, input, opts)
+        ):
+            return seen
         if not input.is_cpu:
             return self._engines.get(input.device)._reduce_scatter_base(output, input, opts)
         group = self._within(opts.timeout)
@@ -271,6 +317,10 @@ class TorchGroup(Membership):
     ) -> Any:
         if type(opts) is not c10d.AllToAllOptions:
             opts = _options(c10d.AllToAllOptions, opts if timeout is None else timeout)
+        if modes._is_in_torch_dispatch_mode and (
+            seen := shown(self, "alltoall", output_tensors, input_tensors, opts)
+        ):
+            return seen
         if not input_tensors[0].is_cpu:
             engine = self._engines.get(input_tensors[0].device)
             return engine.alltoall(output_tensors, input_tensors, opts)
@@ -291,6 +341,10 @@ class TorchGroup(Membership):
         if type(opts) is not c10d.AllToAllOptions:
             opts = _options(c10d.AllToAllOptions, opts if timeout is None else timeout)
         theirs, ours = list(output_split_sizes), list(input_split_sizes)
+        if modes._is_in_torch_dispatch_mode and (
+            seen := shown(self, "all_to_all_single", output, input, theirs, ours, opts)
+        ):
+            return seen
         if not input.is_cpu:
             engine = self._engines.get(input.device)
             return engine.alltoall_base(output, input, theirs, ours, opts)
@@ -299,11 +353,14 @@ class TorchGroup(Membership):
             collectives.all_to_all_single(output, input, theirs, ours, group, opts.asyncOp)
         )
 
-    alltoall_base = all_to_all_single
+    if not hasattr(TheirGroup, "all_to_all_single"):
+        alltoall_base = all_to_all_single
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Any:
         if type(opts) is not c10d.BarrierOptions:
             opts = _options(c10d.BarrierOptions, opts if timeout is None else timeout)
+        if modes._is_in_torch_dispatch_mode and (seen := shown(self, "barrier", opts)):
+            return seen
         limit = None if opts.timeout == _UNSET else opts.timeout
         group = self._within(_UNSET)  # a barrier takes its timeout itself
         return self._work(collectives.barrier(group, opts.asyncOp, timeout=limit))
@@ -311,12 +368,20 @@ class TorchGroup(Membership):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
+        if modes._is_in_torch_dispatch_mode and shown(
+            self, "monitored_barrier", timeout or self._timeout, wait_all_ranks
+        ):
+            return
         self._inner.monitored_barrier(timeout, wait_all_ranks)
 
     # Several at once
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: Any = None) -> Any:
         opts = opts or c10d.AllreduceCoalescedOptions()
+        if modes._is_in_torch_dispatch_mode and (
+            seen := shown(self, "allreduce_coalesced", list(tensors), opts)
+        ):
+            return seen
         if not tensors[0].is_cpu:
             return self._engines.get(tensors[0].device).allreduce_coalesced(list(tensors), opts)
         op = _op(opts.reduceOp)
@@ -330,6 +395,10 @@ class TorchGroup(Membership):
         opts: Any = None,
     ) -> Any:
         opts = opts or c10d.AllgatherOptions()
+        if modes._is_in_torch_dispatch_mode and (
+            seen := shown(self, "allgather_coalesced", output_lists, input_list, opts)
+        ):
+            return seen
         if not input_list[0].is_cpu:
             engine = self._engines.get(input_list[0].device)
             return engine.allgather_coalesced(output_lists, input_list, opts)
@@ -341,18 +410,27 @@ class TorchGroup(Membership):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
         opts = opts or c10d.AllgatherOptions()
+        if modes._is_in_torch_dispatch_mode and (
+            seen := shown(self, "all_gather_single_coalesced", outputs, inputs, opts)
+        ):
+            return seen
         if not inputs[0].is_cpu:
             engine = self._engines.get(inputs[0].device)
             return engine.allgather_into_tensor_coalesced(outputs, inputs, opts)
         calls = zip(outputs, inputs, strict=True)
         return self._coalesce(collectives.all_gather_single, calls, opts)
 
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    if not hasattr(TheirGroup, "all_gather_single_coalesced"):
+        allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Any:
         opts = opts or c10d.ReduceScatterOptions()
+        if modes._is_in_torch_dispatch_mode and (
+            seen := shown(self, "reduce_scatter_single_coalesced", outputs, inputs, opts)
+        ):
+            return seen
         if not inputs[0].is_cpu:
             engine = self._engines.get(inputs[0].device)
             return engine.reduce_scatter_tensor_coalesced(outputs, inputs, opts)
@@ -360,7 +438,8 @@ class TorchGroup(Membership):
         calls = ((*pair, op) for pair in zip(outputs, inputs, strict=True))
         return self._coalesce(collectives.reduce_scatter_single, calls, opts)
 
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    if not hasattr(TheirGroup, "reduce_scatter_single_coalesced"):
+        reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _coalesce(
         self, operation: Callable[..., Any], calls: Iterable[tuple[Any, ...]], opts: Any
@@ -388,18 +467,26 @@ class TorchGroup(Membership):
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         tensor = _only(tensors)
+        if modes._is_in_torch_dispatch_mode and (seen := shown(self, "send", [tensor], dst, tag)):
+            return seen
         if not tensor.is_cpu:
             return self._engines.get(tensor.device).send([tensor], dst, tag)
         return self._work(p2p.isend(tensor, None, self._inner, tag, dst), in_order=False)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         tensor = _only(tensors)
+        if modes._is_in_torch_dispatch_mode and (seen := shown(self, "recv", [tensor], src, tag)):
+            return seen
         if not tensor.is_cpu:
             return self._engines.get(tensor.device).recv([tensor], src, tag)
         return self._work(p2p.irecv(tensor, None, self._inner, tag, src), in_order=False)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         tensor = _only(tensors)
+        if modes._is_in_torch_dispatch_mode and (
+            seen := shown(self, "recv_anysource", [tensor], tag)
+        ):
+            return seen
         if not tensor.is_cpu:
             return self._engines.get(tensor.device).recv_anysource([tensor], tag)
         return self._work(p2p.irecv(tensor, None, self._inner, tag), in_order=False)
@@ -428,6 +515,10 @@ def _only(tensors: Any) -> Tensor:
     if len(tensors) != 1:
         raise ValueError(f"expected a list of one tensor, got {len(tensors)}")
     return cast(Tensor, tensors[0])
+
+
+def _listed(tensors: Any) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
 
 
 def _list(tensors: Any) -> list[Tensor]:
