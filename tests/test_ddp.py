@@ -467,6 +467,40 @@ def test_a_buffer_that_was_replaced_follows_rank_0():
     assert run_ranks(_replaced_buffer, 3) == [[10.0] * 6] * 3
 
 
+class Scaled(nn.Module):
+    """Multiplies by a buffer, which autograd then needs in backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("scale", torch.tensor([1.0, 2.0, 3.0]))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+def _write_in_place(state, buffers):
+    buffers["scale"].mul_(1)
+
+
+def _needed_buffer(hooked):
+    model = Scaled()
+    alone = Scaled()
+    ddp = DDP(model)
+    if hooked:
+        ddp._register_buffer_comm_hook(None, _write_in_place)
+    first, second = batches(2)
+    (loss_of(ddp(own(first))) + loss_of(ddp(own(second)))).backward()
+    (loss_of(alone(first)) + loss_of(alone(second))).backward()
+    assert_close([p.grad for p in model.parameters()], [p.grad for p in alone.parameters()])
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_buffer_may_be_copied_while_a_graph_needs_it(hooked):
+    run_ranks(_needed_buffer, 3, hooked)
+
+
 def _ignored_buffer():
     rank = dist.get_rank()
     model = nn.BatchNorm1d(6)
@@ -564,7 +598,7 @@ def _kept_piece():
     ddp = DDP(model)
     for step, batch in enumerate(batches(3)):
         if step:
-            kept = model[0].weight.grad.view(-1)[3:9]
+            kept = model[0].weight.grad.detach().view(-1)[3:9]
             before = kept.clone()
             ddp.zero_grad()
         loss_of(ddp(own(batch))).backward()
@@ -688,10 +722,17 @@ class Repeats(nn.Module):
         return self.last(x)
 
 
+def at_once(state, bucket):
+    """Average before backward goes on."""
+    dist.all_reduce(bucket.buffer(), dist.ReduceOp.AVG)
+    return noop_hook(state, bucket)
+
+
 def _repeats(options, times):
     model = Repeats()
     alone = copy.deepcopy(model)
     ddp = DDP(model, static_graph=True, **options)
+    ddp.register_comm_hook(None, at_once)
     rank = dist.get_rank()
     everybody = [torch.arange(12.0).view(2, 6).sub(6).div(9 + r) for r in range(3)]
     for number in times:
@@ -819,7 +860,13 @@ def _delayed_with_hook():
     model, alone = mlp(), mlp()
     named = [(n, p) for n, p in model.named_parameters() if n.startswith("3")]
     ddp = DDP(model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=model[0].weight)
-    ddp.register_comm_hook(None, noop_hook)
+    hooked = []
+
+    def hook(state, bucket):
+        hooked.extend(bucket.parameters())
+        return noop_hook(state, bucket)
+
+    ddp.register_comm_hook(None, hook)
     batch = batches(1)[0]
     loss_of(ddp(own(batch))).backward()
     loss_of(alone(batch)).backward()
@@ -829,6 +876,7 @@ def _delayed_with_hook():
     for name, param in alone.named_parameters():
         expected = whole[name] if name.startswith("3") else param.grad
         assert_close([model.get_parameter(name).grad], [expected])
+    assert not {id(param) for _, param in named} & set(map(id, hooked))
 
 
 def test_delayed_parameters_are_reduced_apart():

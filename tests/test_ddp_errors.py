@@ -109,6 +109,19 @@ def test_ranks_in_messages_are_those_of_the_world():
         assert "received grad on rank 1" in message
 
 
+def _could_be_static(changes):
+    ddp = DDP(Branches(), find_unused_parameters=True)
+    for step in range(3):
+        used = ["left"] if changes and step == 1 else ["left", "right"]
+        ddp(own(batches(1)[0]), used).sum().backward()
+    return ddp._get_ddp_logging_data()["can_set_static_graph"]
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_whether_the_graph_could_be_called_static(changes):
+    assert run_ranks(_could_be_static, 2, changes) == [not changes] * 2
+
+
 def _carried():
     """Use a parameter in a pass that is not reduced, and not in the one that is."""
     model = Branches()

@@ -31,7 +31,7 @@ from phalanx.parallel.precision import MixedPrecision
 from phalanx.testing import run_ranks
 
 SIZE = 3
-LENGTHS = (4, 2, 3)  # steps of each rank under Join
+LENGTHS = (2, 4, 3)  # steps of each rank under Join
 RATE = 0.125
 
 

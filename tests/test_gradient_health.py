@@ -103,3 +103,20 @@ def _bad_once():
 
 def test_what_was_bad_is_forgotten_with_the_next_pass():
     assert run_ranks(_bad_once, 3) == [[{1}, set()]] * 3
+
+
+def _bad_in_a_group():
+    group = dist.new_group([1, 2])
+    rank = dist.get_rank()
+    if rank == 0:
+        return []
+    ddp = DDP(mlp(), process_group=group)
+    health = ddp.watch_gradients(raises=False)
+    (loss_of(ddp(own(batches(1)[0]))) * (float("inf") if rank == 2 else 1)).backward()
+    return health.bad
+
+
+def test_bad_gradients_are_told_by_ranks_of_the_world():
+    _, second, third = run_ranks(_bad_in_a_group, 3)
+    assert second == third
+    assert {rank for rank, _, _ in second} == {2}

@@ -513,3 +513,25 @@ def test_gradients_with_a_graph_keep_the_type(parameters):
         for a, b in zip(ours, theirs, strict=True):
             assert a.dtype == b.dtype
             torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+
+
+def test_gradients_with_a_graph_stay_in_their_group():
+    parts = batches((2, 5))
+
+    def body():
+        group = dist.new_group([1, 2])
+        rank = dist.get_rank()
+        if rank == 0:
+            return None
+        layer = disturb(SyncBatchNorm(CHANNELS, process_group=group, dtype=torch.float64))
+        x, grad = parts[rank - 1]
+        x = x.clone().requires_grad_()
+        (found,) = torch.autograd.grad(layer(x), x, grad, create_graph=True)
+        return found.detach()
+
+    _, *found = run_ranks(body, 3)
+    layer = disturb(nn.BatchNorm2d(CHANNELS, dtype=torch.float64))
+    x, grad = (torch.cat([part[i] for part in parts]) for i in range(2))
+    x = x.requires_grad_()
+    (true,) = torch.autograd.grad(layer(x), x, grad)
+    torch.testing.assert_close(torch.cat(found), true)

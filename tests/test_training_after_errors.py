@@ -56,7 +56,7 @@ class Fragile(nn.Module):
         self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
         if kind in ("static", "unused"):
             self.never = nn.Linear(2, 2)
-        if kind == "sparse":
+        if "sparse" in kind:
             self.table = nn.Embedding(6, 5, sparse=True)
         if kind == "syncbn":
             self.norm = nn.BatchNorm1d(5) if alone else dist.SyncBatchNorm(5)
@@ -64,7 +64,7 @@ class Fragile(nn.Module):
 
     def forward(self, x: Tensor, ids: Tensor, place: str = "") -> Tensor:
         hidden = self.first(x)
-        if self.kind == "sparse":
+        if "sparse" in self.kind:
             hidden = hidden + self.table(ids)
         if self.kind == "syncbn":
             hidden = self.norm(hidden)
@@ -80,6 +80,7 @@ OPTIONS = {
     "view": {"gradient_as_bucket_view": True},
     "mixed": {"mixed_precision": MixedPrecision(torch.float32, torch.float32)},
     "sparse": {},
+    "mixed sparse": {"mixed_precision": MixedPrecision(torch.float32, torch.float32)},
     "syncbn": {},
     "watched": {},
 }
@@ -215,7 +216,7 @@ def _survives(kind: str, place: str, ranks: list[int]):
 
 
 def _compare(kind: str, results) -> None:
-    tolerance = 3e-6 if kind == "mixed" else 1e-10
+    tolerance = 3e-6 if "mixed" in kind else 1e-10
     for step, true in enumerate(expected(kind)):
         for rank, (grads, _) in enumerate(results):
             assert grads[step].keys() == true.keys(), (rank, step)
@@ -248,13 +249,14 @@ def test_ddp_after_an_exception_on_one_rank(kind: str, place: str) -> None:
     _compare(kind, results)
 
 
-def _nothing_left():
+def _nothing_left(cap: float):
     net = Fragile("plain")
-    ddp = DDP(net, bucket_cap_mb=0.00001)
+    ddp = DDP(net, bucket_cap_mb=cap)
     rank, hook = dist.get_rank(), Hook()
     for step in range(3):
         ddp.zero_grad()
         attempt(ddp, hook, "", step)
+    ddp.zero_grad()
     with pytest.raises(Planned):
         attempt(ddp, hook, "backward", 3)
     output = ddp(*data(4, rank))  # no zero_grad
@@ -263,8 +265,9 @@ def _nothing_left():
     return net.first.weight.grad
 
 
-def test_gradients_of_a_pass_that_was_left_are_dropped() -> None:
-    for grad in run_ranks(_nothing_left, SIZE):
+@pytest.mark.parametrize("cap", [25, 0.00001])
+def test_gradients_of_a_pass_that_was_left_are_dropped(cap: float) -> None:
+    for grad in run_ranks(_nothing_left, SIZE, cap):
         torch.testing.assert_close(grad, _one_gradient(4))
 
 
@@ -319,6 +322,22 @@ def _changed_group():
 def test_a_changed_group_begins_anew() -> None:
     for grad in run_ranks(_changed_group, SIZE):
         torch.testing.assert_close(grad, _one_gradient(3))
+
+
+def _left_in_a_group():
+    group = dist.new_group([1, 2])
+    rank = dist.get_rank()
+    if rank == 0:
+        return ""
+    ddp = DDP(Fragile("plain"), process_group=group)
+    with pytest.raises((RuntimeError, Planned)) as caught:
+        ddp(*data(0, rank), "backward" if rank == 2 else "").sum().backward()
+    ddp(*data(1, rank)).sum().backward()
+    return str(caught.value)
+
+
+def test_the_rank_that_has_left_is_named_as_in_the_world() -> None:
+    assert "rank 2 left its backward pass" in run_ranks(_left_in_a_group, SIZE)[1]
 
 
 def _refused_again():
