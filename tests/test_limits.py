@@ -3,6 +3,8 @@
 import os
 import resource
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -101,3 +103,108 @@ def test_who_is_killed_on_its_way_into_a_world_is_named(victim, moment, tmp_path
         told = (tmp_path / str(rank)).read_text()
         assert f"init_process_group on rank {rank}: rank {victim} (pid " in told
         assert "before all ranks had joined" in told
+
+
+SERVERS = """
+import os, resource, signal, sys, time
+from multiprocessing import forkserver
+
+import phalanx as dist
+from phalanx.launch import processes
+from phalanx.process import Stat
+
+
+def wait(rank, seconds):
+    time.sleep(seconds)
+
+
+def kill_the_server():
+    task = processes.pack_task(wait, (1000,))
+    with processes.Processes(2, task, dict(os.environ)) as ranks:
+        pids = [rank.pid for rank in ranks.ranks]
+        os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+        ranks.see_through(60, True)
+    assert not any(Stat(f"/proc/{pid}").alive for pid in pids)
+    raise ranks.failures[0].error
+
+
+def run_out_of_files(number):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (number, 4096))
+    dist.spawn(wait, (0,), nprocs=12)
+
+
+if __name__ == "__main__":
+    try:
+        run_out_of_files(int(sys.argv[1])) if sys.argv[1:] else kill_the_server()
+    except (dist.DistError, OSError) as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        ([], ["cannot be known: the process from which ranks are forked (pid "]),
+        pytest.param(
+            [20],
+            ["cannot start 12 ranks: Too many open files", "ulimit -n", "may open 20 files"],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            [14],  # enough here, and not for the process from which ranks are forked
+            ["cannot start rank0: the process from which ranks are forked", "ulimit -n: 14"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_why_ranks_cannot_be_started_or_looked_after_is_told(arguments, facts, tmp_path):
+    script = tmp_path / "servers.py"
+    script.write_text(SERVERS)
+    words = [sys.executable, str(script), *map(str, arguments)]
+    found = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    for fact in facts:
+        assert fact in found.stdout, found.stderr
+
+
+NO_FORK = """
+import errno, os
+fork = os.fork
+def refuse():
+    if refuse.calls:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    refuse.calls += 1
+    return fork()
+refuse.calls = 0
+os.fork = refuse
+"""
+
+
+def test_a_rank_that_cannot_be_forked_is_told(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(NO_FORK)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    found = run("-n", 2, "--", "sleep", "1000", env=environment)
+    assert found.returncode == 1
+    assert "cannot fork rank 1: Resource temporarily unavailable" in found.stderr
+    assert "ulimit -u" in found.stderr
+
+
+def test_a_system_without_memfd_is_told():
+    deny_then = "from denials import deny; deny('memfd_create'); import phalanx as dist; "
+    source = deny_then + "dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)"
+    words = [sys.executable, "-c", source]
+    environment = {**os.environ, "PYTHONPATH": os.path.dirname(__file__)}
+    found = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment)
+    assert "memfd_create: Operation not permitted" in found.stderr
+    assert "seccomp" in found.stderr
+
+
+def test_a_system_without_pidfd_runs_jobs():
+    assert spawn(without_pidfd, nprocs=2) == [3.0, 3.0]
+
+
+def without_pidfd(rank):
+    deny("pidfd_open")
+    dist.init_process_group(timeout=30)
+    total = torch.tensor([rank + 1.0])
+    dist.all_reduce(total)
+    return total.item()

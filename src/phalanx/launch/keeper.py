@@ -11,8 +11,9 @@ be are those of NumPy's BLAS, which stops and starts them around a fork by itsel
 
 The launcher sends an `Order` as JSON, later `{"signal": number}`. The keeper answers with what
 happens, one JSON object each: `{"unpinned": why}` if the system refuses the cores that ranks
-were to run on, `{"pids": [...]}`, `{"rank": r, "status": s, "when": t}` when a
-rank ends, and `{"left": [...]}` with the names of processes that ranks had left behind.
+were to run on, `{"unable": why}` if it cannot start them and ends, `{"pids": [...]}`,
+`{"rank": r, "status": s, "when": t}` when a rank ends, and `{"left": [...]}` with the names of
+processes that ranks had left behind.
 """
 
 from __future__ import annotations
@@ -139,7 +140,10 @@ class _Keeper:
                 refusal = f"ranks from {rank} on are not pinned to cores: {why}"
             if refusal or not cpus:
                 _pin(usual)
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                self._give_up(f"cannot fork rank {rank}: {error.strerror}")
             if pid == 0:
                 die_with_parent(me)
                 signal.set_wakeup_fd(-1)
@@ -155,6 +159,15 @@ class _Keeper:
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         self._say({"pids": list(self._ranks)})
         return None
+
+    def _give_up(self, why: str) -> NoReturn:
+        most, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        limit = "unlimited" if most == resource.RLIM_INFINITY else str(most)
+        self._say(
+            {"unable": f"{why} (processes of this user: ulimit -u {limit}; also pids.max, memory)"}
+        )
+        kill_below(os.getpid())
+        os._exit(1)
 
     def keep(self) -> None:
         """Look after the ranks until the last of them has ended."""

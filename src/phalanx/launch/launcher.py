@@ -158,6 +158,9 @@ class _Launcher:
             who, limit = _ranks(outcome.timed_out), self._arguments.timeout
             self._fail(f"{who} did not end within {limit:g} s and had to be ended")
             return TIMED_OUT
+        if outcome.unable:
+            self._fail(outcome.unable)
+            return 1
         if outcome.keeper:
             how = f"code {outcome.keeper}"
             if outcome.keeper < 0:

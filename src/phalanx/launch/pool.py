@@ -162,7 +162,7 @@ class _Warm:
             target=_main, args=(directory, inside, theirs), name="warm"
         )
         with main_as_it_is():
-            self.process.start()
+            processes.start(self.process)
         theirs.close()
         self.number = next(_numbers)
         self.has_served = False

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import errno
 import multiprocessing
 import os
 import pickle
 import re
+import resource
 import shutil
 import signal
 import sys
@@ -42,6 +44,9 @@ _ASKED = 2.0
 
 # How long a process may run on that can no longer send a result, before it counts as failed.
 _HUNG_UP = 1.0
+
+# What multiprocessing takes for the exit code of a process whose fork server has ended.
+_UNKNOWN = 255
 
 # How the process of a rank exits that starts ranks itself while it imports the main module.
 _UNGUARDED = 97
@@ -140,8 +145,10 @@ class Processes:
                     self.running.add(self.ranks[-1])
             if relay:
                 relay.start()
-        except BaseException:
+        except BaseException as error:
             self.end()
+            if isinstance(error, OSError):
+                raise _explained(error, size) from None
             raise
 
     def __enter__(self) -> Processes:
@@ -251,6 +258,46 @@ def _start_fork_server(context: ForkServerContext) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def dead_fork_server() -> str:
+    """Say that the process from which ranks are forked has ended; "" if it lives."""
+    pid = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    # One that ends closes its files, by which this is noticed, a moment before it counts as dead.
+    limit = time.monotonic() + _HUNG_UP
+    while pid is None or Stat(f"/proc/{pid}").alive:
+        if pid is None or time.monotonic() > limit:
+            return ""
+        time.sleep(0.01)
+    return f"the process from which ranks are forked (pid {pid}) was killed or has failed"
+
+
+def start(process: BaseProcess) -> None:
+    """Start a process of a rank."""
+    try:
+        process.start()
+    except (EOFError, ConnectionError) as error:  # what is left of an answer that did not come
+        # It says more on stderr if it failed by itself, over a file that it could not open say.
+        files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        told = dead_fork_server() or "the process from which ranks are forked does not answer"
+        raise DistError(
+            f"cannot start {process.name}: {told}; look above for what it wrote, at the limits of "
+            f"open files (ulimit -n: {files} of {most}) and processes (ulimit -u), and at "
+            "dmesg for a lack of memory"
+        ) from error
+
+
+def _explained(error: OSError, size: int) -> OSError:
+    """Add to an error over starting ranks what to do, where that is known."""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        advice = f"this process may open {files} files: raise that (ulimit -n), or start fewer"
+    elif error.errno == errno.EAGAIN:
+        processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+        advice = f"this user may have {processes} processes: raise that (ulimit -u)"
+    else:
+        return error
+    return OSError(error.errno, f"cannot start {size} ranks: {error.strerror}; {advice}")
+
+
 def _join(ranks: list[Rank], seconds: float) -> None:
     limit = time.monotonic() + seconds
     for rank in ranks:
@@ -278,6 +325,7 @@ class Rank:
         self.outcome = outcome
         self.process = process
         self.pid = process.pid or 0
+        self._start_time = Stat(f"/proc/{self.pid}").start_time
         self.closed = False
 
     @property
@@ -305,7 +353,7 @@ class Rank:
         except (EOFError, ConnectionResetError):
             pass
         self.process.join(_HUNG_UP)
-        if (now := Stat(f"/proc/{self.pid}")).alive:
+        if (now := self.stat()).alive and self.process.exitcode is None:
             error = DistError(
                 f"rank {self.rank} closed its line to the launcher before its function ended, by "
                 f"exec or with other open files: no result can come, and its process {self.pid}, "
@@ -319,6 +367,11 @@ class Rank:
             error = DistError(
                 f"rank {self.rank} started ranks while it imported the main module\n"
                 'every rank imports that first: start ranks under `if __name__ == "__main__":`'
+            )
+        elif code == _UNKNOWN and (server := dead_fork_server()):
+            error = DistError(
+                f"how rank {self.rank} ends cannot be known: {server}; look at what it wrote, and "
+                "at dmesg for a lack of memory"
             )
         elif code < 0:
             error = DistError(f"rank {self.rank} was killed by {signal_name(-code)}")
@@ -347,9 +400,19 @@ class Rank:
             os.kill(self.pid, life.DUMP_STACKS)
         return of_program(settled(self.stacks.read_text)) or "  (it did not answer)"
 
+    def stat(self) -> Stat:
+        """Return what the system says of the process; of another with its number, nothing."""
+        now = Stat(f"/proc/{self.pid}")
+        return now if now.start_time == self._start_time else Stat("")
+
     def close(self) -> None:
         """Kill the process if it still runs, with what it has started."""
         self.closed = True
+        if self.process.exitcode == _UNKNOWN and self.stat().alive:  # multiprocessing has lost it
+            _kill(self.pid)
+            limit = time.monotonic() + GRACE
+            while self.stat().alive and time.monotonic() < limit:
+                time.sleep(0.01)
         kill(self.process)
 
 
@@ -388,13 +451,15 @@ def of_program(stacks: str) -> str:
 def kill(process: BaseProcess) -> None:
     """Kill a process if it still runs, with what it has started, and forget it."""
     if process.is_alive():
-        started = descendants(process.pid or 0)
-        process.kill()
-        for pid in started:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill(process.pid or 0)
     process.join()
     process.close()
+
+
+def _kill(pid: int) -> None:
+    for each in [pid, *descendants(pid)]:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
 
 
 class NewRank(Rank):
@@ -408,7 +473,7 @@ class NewRank(Rank):
         process = context.Process(
             target=life.be, args=(rank, brief, sender, mouth), name=f"rank{rank}", daemon=daemon
         )
-        process.start()
+        start(process)
         sender.close()
         if mouth:
             mouth.close()

@@ -78,6 +78,7 @@ class Outcome:
     timed_out: list[int] = field(default_factory=list)  # ranks that still ran at the deadline
     left: list[str] = field(default_factory=list)  # processes that ranks had left behind
     keeper: int = 0  # exit status of the keeper if it did not live to see its ranks end
+    unable: str = ""  # why the keeper could not start the ranks
     unread: OSError | None = None  # why the output could not be written
 
     @property
@@ -291,6 +292,8 @@ class Supervisor:
             self._pids = event["pids"]
         elif "unpinned" in event:
             self._say(event["unpinned"])
+        elif "unable" in event:
+            self._outcome.unable = event["unable"]
         elif "left" in event:
             self._outcome.left = event["left"]
         else:
