@@ -252,7 +252,7 @@ def test_limits(made: Made) -> None:
     files, tasks, addresses, locked = memory.limits(host)
     assert (files.grade, files.advice) == ("warning", "ulimit -n 4096")
     assert tasks.grade == locked.grade == "good"
-    assert (addresses.grade, addresses.advice) == ("problem", "ulimit -v unlimited")
+    assert (addresses.grade, addresses.advice) == ("warning", "ulimit -v unlimited")
 
 
 def test_limit_of_processes(made: Made) -> None:

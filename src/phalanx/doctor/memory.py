@@ -148,9 +148,10 @@ def limits(host: Host) -> Iterator[Said]:
         yield good(f"{_spell(of_user)} processes and threads per user")
     addresses, _ = host.limit(resource.RLIMIT_AS)
     if addresses != resource.RLIM_INFINITY:
-        yield problem(
+        yield warning(
             f"{amount(addresses, 'B')} of addresses per process; each rank maps the memory of the "
-            "others, which takes addresses though no memory",
+            "others, which takes addresses though no memory: so there is less room for shared "
+            "tensors, and for many ranks too little",
             "ulimit -v unlimited",
         )
     locked, _ = host.limit(resource.RLIMIT_MEMLOCK)
