@@ -251,3 +251,19 @@ def test_own_optimizers_need_only_step_one_parameter():
         assert_same(ddp.parameters(), alone.parameters())
 
     run_ranks(work, 2)
+
+
+def _two_optimizers():
+    rank = dist.get_rank()
+    layer = nn.Linear(2, 1, bias=False)
+    layer.weight.data.fill_(1.0)
+    for rate in (1.0, 0.5):
+        _apply_optimizer_in_backward(torch.optim.SGD, layer.parameters(), {"lr": rate})
+    ddp = DDP(layer)
+    ddp(torch.tensor([[1.0, 2.0]]) * (rank + 1)).sum().backward()
+    return layer.weight.tolist()
+
+
+def test_two_optimizers_of_a_parameter_step_by_the_average():
+    # The average over ranks 1, 2, 3 is [2, 4]; the rates add up to 1.5.
+    assert run_ranks(_two_optimizers, 3) == [[[-2.0, -5.0]]] * 3

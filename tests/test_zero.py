@@ -483,3 +483,62 @@ def test_joining_in_the_wrong_order_is_told():
     for error in run_ranks(work, 2, return_exceptions=True):
         assert isinstance(error, dist.CollectiveMismatch)
         assert "the one that communicates first in an iteration must be the first" in str(error)
+
+
+def _refused_group():
+    torch.manual_seed(1)
+    first, second = (nn.Parameter(torch.randn(3, i + 2)) for i in range(2))
+    zero = Zero([first], torch.optim.SGD, lr=0.5)
+    wrong = nn.Parameter(torch.eye(3).to_sparse())
+    with pytest.raises(ValueError, match="dense parameters: parameter 1"):
+        zero.add_param_group({"params": [wrong]})
+    assert len(zero.param_groups) == 1
+    zero.add_param_group({"params": [second], "lr": 0.25})
+    before = [first.detach().clone(), second.detach().clone()]
+    for param in (first, second):
+        param.grad = torch.ones_like(param)
+    zero.step()
+    torch.testing.assert_close(first.detach(), before[0] - 0.5)
+    torch.testing.assert_close(second.detach(), before[1] - 0.25)
+
+
+def test_a_group_that_was_refused_is_not_there():
+    run_ranks(_refused_group, 3)
+
+
+def _different_groups():
+    first = nn.Parameter(torch.ones(4))
+    zero = Zero([first], torch.optim.SGD, lr=0.5)
+    first.grad = torch.ones(4)
+    zero.step()
+    later = nn.Parameter(torch.ones(2 + (dist.get_rank() == 2)))
+    zero.add_param_group({"params": [later]})
+    with pytest.raises(ValueError, match=r"float32\[2\] on rank 0 and float32\[3\] on rank 2"):
+        zero.step()
+
+
+def test_groups_that_are_added_are_compared_too():
+    run_ranks(_different_groups, 3)
+
+
+def _consolidates_in_a_group():
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return None
+    params = [nn.Parameter(torch.ones(2 + i)) for i in range(3)]
+    zero = Zero(params, torch.optim.SGD, process_group=group, lr=0.5, momentum=0.5)
+    for i, param in enumerate(params):
+        param.grad = torch.full_like(param, i + 1.0)
+    zero.step()
+    zero.consolidate_state_dict(to=1)
+    if dist.get_rank() == 1:
+        with pytest.raises(RuntimeError, match="not been consolidated on this rank"):
+            zero.state_dict()
+        return None
+    state = zero.state_dict()["state"]
+    return [state[i]["momentum_buffer"].tolist() for i in range(3)]
+
+
+def test_states_come_to_a_rank_of_the_group():
+    expected = [[1.0] * 2, [2.0] * 3, [3.0] * 4]
+    assert run_ranks(_consolidates_in_a_group, 3) == [None, None, expected]

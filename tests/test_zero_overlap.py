@@ -215,3 +215,17 @@ def _other_bucket():
 
 def test_a_bucket_that_is_not_the_one_divided_is_refused():
     run_ranks(_other_bucket, 2)
+
+
+def _divides():
+    model = mlp()
+    model[0].bias.requires_grad_(False)  # which is the optimizer's, and never updated
+    ddp, zero = overlapping(hook_with_zero_step, model)
+    loss_of(ddp(own(batches(1)[0]))).backward()
+    return len(zero.optim.state)
+
+
+def test_every_rank_has_some_of_the_state():
+    counts = run_ranks(_divides, 2)
+    assert sum(counts) == 5
+    assert min(counts) > 0

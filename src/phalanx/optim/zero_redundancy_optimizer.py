@@ -128,7 +128,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         if not self.initialized or self._overlap_with_ddp:
             return
         group = self.param_groups[-1]
-        _check_dense(self._all_params)
+        try:
+            _check_dense(self._all_params)
+        except ValueError:
+            self.param_groups.pop()
+            raise
         self._divide(group["params"])
         self.optim.add_param_group(self._local_groups()[-1])
         _copy_options(self.optim.param_groups, self.param_groups)
