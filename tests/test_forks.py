@@ -262,7 +262,8 @@ IN_THREADS = [cell for cell in ALL if cell[1] is not forked_in_a_handler]
 
 
 def test_ranks_fork():
-    cells = [*((state, forked) for state in STATES), *((asynchronous, way) for way in WAYS[1:])]
+    ways = [forked_by_subprocess, forked_by_a_loader]
+    cells = [*((state, forked) for state in STATES), *((asynchronous, way) for way in ways)]
     assert run_ranks(in_world, 2, cells, ranks="processes") == [len(cells)] * 2
 
 
@@ -361,7 +362,7 @@ print(received.tolist(), flush=True)
 """
 
 
-@pytest.mark.parametrize("on_hosts", [False, True])
+@pytest.mark.parametrize("on_hosts", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_child_ends_as_any_program(program, on_hosts):
     source = "import os; os.environ['PHALANX_HOST_ID'] = os.environ['RANK']\n" if on_hosts else ""
     command = [sys.executable, "-m", "phalanx", "run", "-n", "2", str(program(source + PROGRAM))]
