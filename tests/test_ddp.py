@@ -901,3 +901,24 @@ def _compiled(outside):
 @pytest.mark.parametrize("outside", [False, True])
 def test_compiled(outside):
     run_ranks(_compiled, 2, outside, ranks="processes", timeout=100)
+
+
+def _sparse_unused():
+    model = nn.ModuleDict({"table": nn.Embedding(4, 2, sparse=True), "layer": nn.Linear(6, 2)})
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x):
+            return model["layer"](x)
+
+    ddp = DDP(Net(), find_unused_parameters=True)
+    for batch in batches(2):
+        ddp(own(batch)).sum().backward()
+    return model["table"].weight.grad
+
+
+def test_a_sparse_gradient_that_no_rank_has_stays_none():
+    assert run_ranks(_sparse_unused, 3) == [None] * 3

@@ -5,6 +5,9 @@ Of a file's tests the quickest come first: the first failure ends a trial.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 from mutations.trial import Change
 
 
@@ -201,3 +204,8 @@ CHANGES: list[Change] = [
     _on("native/roster.cpp",
         "  if (me.presence == Presence::Failed) return;\n", "", "failures", "peer_failed"),
 ]  # fmt: skip
+
+# Those in training, a line each: path, old, new, tests, why.
+for line in Path(__file__).with_name("training.jsonl").read_text().splitlines():
+    facts = json.loads(line)
+    CHANGES.append(Change(**{**facts, "tests": tuple(facts["tests"])}))
