@@ -60,7 +60,7 @@ def test_a_change_is_noticed_survives_or_is_broken_and_nothing_stays() -> None:
             assert file.read_bytes() == before
         assert outcomes == [Outcome.NOTICED, Outcome.SURVIVED, Outcome.BROKEN], copy.said
         copy.seconds = 0.1
-        assert copy.attempt(survives) is Outcome.NOTICED  # what hangs is noticed
+        assert copy.attempt(survives) is Outcome.HUNG
         assert "hung for 0.1 s" in copy.said
     assert not copy.folder.exists()
     assert (ROOT / path).read_bytes() == before

@@ -220,9 +220,8 @@ def _options(kind: Any, asynchronous: bool, **values: Any) -> Any:
     return options
 
 
-def _torch_alone() -> None:
-    group, rank = theirs.group.WORLD, theirs.get_rank()
-    backend = group._get_backend(torch.device("cpu"))
+def _with_options(backend: Any, classes: Any, rank: int) -> dict[str, Callable[[bool], Any]]:
+    """Return the methods of a group that take options, each as a call that rank 0 cannot end."""
 
     def three() -> torch.Tensor:
         return torch.full((3,), float(rank + 1))
@@ -234,48 +233,53 @@ def _torch_alone() -> None:
         return _options(kind, a, **values)
 
     six = lambda: torch.cat(two())  # noqa: E731
-    calls: dict[str, Callable[[bool], Any]] = {
-        "allreduce": lambda a: backend.allreduce([three()], make(c10d.AllreduceOptions, a)),
+    return {
+        "allreduce": lambda a: backend.allreduce([three()], make(classes.AllreduceOptions, a)),
         "broadcast": lambda a: backend.broadcast(
-            [three()], make(c10d.BroadcastOptions, a, rootRank=1)
+            [three()], make(classes.BroadcastOptions, a, rootRank=1)
         ),
-        "reduce": lambda a: backend.reduce([three()], make(c10d.ReduceOptions, a, rootRank=0)),
+        "reduce": lambda a: backend.reduce([three()], make(classes.ReduceOptions, a, rootRank=0)),
         "allgather": lambda a: backend.allgather(
-            [two()], [three()], make(c10d.AllgatherOptions, a)
+            [two()], [three()], make(classes.AllgatherOptions, a)
         ),
         "allgather base": lambda a: backend._allgather_base(
-            six(), three(), make(c10d.AllgatherOptions, a)
+            six(), three(), make(classes.AllgatherOptions, a)
         ),
         "gather": lambda a: backend.gather(
-            [two()] if rank == 0 else [], [three()], make(c10d.GatherOptions, a, rootRank=0)
+            [two()] if rank == 0 else [], [three()], make(classes.GatherOptions, a, rootRank=0)
         ),
         "scatter": lambda a: backend.scatter(
-            [three()], [] if rank == 0 else [two()], make(c10d.ScatterOptions, a, rootRank=1)
+            [three()], [] if rank == 0 else [two()], make(classes.ScatterOptions, a, rootRank=1)
         ),
         "reduce_scatter": lambda a: backend.reduce_scatter(
-            [three()], [two()], make(c10d.ReduceScatterOptions, a)
+            [three()], [two()], make(classes.ReduceScatterOptions, a)
         ),
         "reduce_scatter base": lambda a: backend._reduce_scatter_base(
-            three(), six(), make(c10d.ReduceScatterOptions, a)
+            three(), six(), make(classes.ReduceScatterOptions, a)
         ),
-        "alltoall": lambda a: backend.alltoall(two(), two(), make(c10d.AllToAllOptions, a)),
+        "alltoall": lambda a: backend.alltoall(two(), two(), make(classes.AllToAllOptions, a)),
         "alltoall base": lambda a: backend.alltoall_base(
-            six(), six(), [], [], make(c10d.AllToAllOptions, a)
+            six(), six(), [], [], make(classes.AllToAllOptions, a)
         ),
-        "barrier": lambda a: backend.barrier(make(c10d.BarrierOptions, a)),
+        "barrier": lambda a: backend.barrier(make(classes.BarrierOptions, a)),
         "allreduce_coalesced": lambda a: backend.allreduce_coalesced(
-            two(), make(c10d.AllreduceCoalescedOptions, a)
+            two(), make(classes.AllreduceCoalescedOptions, a)
         ),
         "allgather_coalesced": lambda a: backend.allgather_coalesced(
-            [two(), two()], two(), make(c10d.AllgatherOptions, a)
+            [two(), two()], two(), make(classes.AllgatherOptions, a)
         ),
         "allgather_into_tensor_coalesced": lambda a: backend.allgather_into_tensor_coalesced(
-            [six(), six()], two(), make(c10d.AllgatherOptions, a)
+            [six(), six()], two(), make(classes.AllgatherOptions, a)
         ),
         "reduce_scatter_tensor_coalesced": lambda a: backend.reduce_scatter_tensor_coalesced(
-            two(), [six(), six()], make(c10d.ReduceScatterOptions, a)
+            two(), [six(), six()], make(classes.ReduceScatterOptions, a)
         ),
     }
+
+
+def _torch_alone() -> None:
+    rank, group = theirs.get_rank(), theirs.group.WORLD
+    calls = _with_options(group._get_backend(torch.device("cpu")), c10d, rank)
     store = theirs.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["given up"], timedelta(seconds=50))
@@ -288,10 +292,27 @@ def _torch_alone() -> None:
             assert rank == 1 or f"{SHORT:g} s" in str(caught.value), (name, caught.value)
     if rank == 0:
         store.set("given up", "1")
-    total = three()
+    total = torch.arange(3.0) + rank
     theirs.all_reduce(total)
-    assert total.tolist() == [3, 3, 3]
+    assert total.tolist() == [1, 3, 5]
 
 
 def test_every_operation_of_torchs_has_the_timeout_of_its_options() -> None:
     run_torch(_torch_alone, 2)
+
+
+def _groups_alone() -> None:
+    rank = dist.get_rank()
+    if rank == 1:
+        listen("given up")
+    for name, call in _with_options(dist.group.WORLD, dist, rank).items():
+        for asynchronous in (False, True):
+            text = expires(lambda c=call, a=asynchronous: c(a).wait())
+            assert rank == 1 or f"{SHORT:g} s" in text, (name, text)
+    if rank == 0:
+        tell("given up")
+    everybody_goes_on()
+
+
+def test_every_method_of_a_group_has_the_timeout_of_its_options() -> None:
+    run_ranks(_groups_alone, 2, group_timeout=LONG)

@@ -13,6 +13,7 @@ from enum import Enum
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+_HUNG = "hung for"
 SECONDS = 300.0  # that the tests of one change may take before they count as hanging
 
 # Python looks for phalanx in the copy first: what an editable installation adds comes later.
@@ -29,6 +30,7 @@ class Outcome(Enum):
     """What came of a change."""
 
     NOTICED = "noticed"
+    HUNG = "hung"  # which is noticed as well, unless the machine was only slow
     SURVIVED = "survived"
     BROKEN = "broken"  # it could not be applied or built
 
@@ -108,7 +110,9 @@ class Copy:
             file.write_text(change.made_in(before))
             if change.is_native and not self._build():
                 return Outcome.BROKEN
-            return Outcome.NOTICED if not self.passes(change.tests) else Outcome.SURVIVED
+            if self.passes(change.tests):
+                return Outcome.SURVIVED
+            return Outcome.HUNG if self.said.startswith(_HUNG) else Outcome.NOTICED
         except (ValueError, FileNotFoundError) as error:
             self.said = str(error)
             return Outcome.BROKEN
@@ -145,7 +149,7 @@ class Copy:
                 self.said, _ = process.communicate(timeout=self.seconds)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                self.said = f"hung for {self.seconds:g} s\n{process.communicate()[0]}"
+                self.said = f"{_HUNG} {self.seconds:g} s\n{process.communicate()[0]}"
             return process.returncode == 0
 
     def _build(self) -> bool:
