@@ -161,7 +161,7 @@ def test_why_ranks_cannot_be_started_or_looked_after_is_told(arguments, facts, t
     script = tmp_path / "servers.py"
     script.write_text(SERVERS)
     words = [sys.executable, str(script), *map(str, arguments)]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(words, capture_output=True, text=True, timeout=110)
     for fact in facts:
         assert fact in found.stdout, found.stderr
 
