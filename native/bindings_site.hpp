@@ -15,8 +15,9 @@
 
 namespace phalanx {
 
-// Where in the user's code a call was made: the innermost frame outside of this package, of torch
-// and of context managers. And which of our functions it called there.
+// Where in the user's code a call was made: the innermost frame outside of this package, of torch,
+// of context managers and of the decorator of what is deprecated. And which of our functions it
+// called there.
 class Sites {
  public:
   static void set_packages(std::vector<std::string> directories) {
@@ -136,7 +137,7 @@ class Sites {
     if (known != code_.end()) return known->second;
     if (code_.size() > 4096) forget();
     std::string_view path = text(code->co_filename);
-    bool inside = path.ends_with("/contextlib.py");
+    bool inside = path.ends_with("/contextlib.py") || path.ends_with("/typing_extensions.py");
     for (auto& package : packages_) inside |= path.starts_with(package);
     Py_INCREF(code);  // so that its address is not given to another
     return code_[code] = !inside                            ? Side::Out

@@ -11,6 +11,7 @@ import pytest
 import torch
 from calls import COLLECTIVES, MOVING, REDUCING, ROOTED, SPELLED, Call, everybody_goes_on
 from torch import Tensor
+from typing_extensions import deprecated
 
 import phalanx as dist
 from phalanx import logs
@@ -480,3 +481,17 @@ def test_all_are_told_even_if_nobody_catches_it(ranks: Any) -> None:
     for _ in range(3):
         told = run_ranks(_raises_its_mismatch, 4, ranks=ranks, return_exceptions=True)
         assert [type(each) for each in told] == [dist.CollectiveMismatch] * 4
+
+
+@pytest.mark.filterwarnings("ignore:old")
+def test_the_decorator_of_deprecated_functions_is_nobodys_line() -> None:
+    decorated = deprecated("old", category=FutureWarning)(dist.all_reduce)
+
+    def mismatch() -> str:
+        with pytest.raises(dist.CollectiveMismatch) as caught:
+            decorated(torch.zeros(1 + dist.get_rank()))
+        return str(caught.value)
+
+    for text in run_ranks(mismatch, 2):
+        assert "typing_extensions" not in text
+        assert "test_wrapper.py" in text

@@ -7,10 +7,15 @@ import sys
 from types import FrameType
 
 import torch
+import typing_extensions
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
 _LIBRARY = os.path.dirname(os.__file__)  # which runs threads and leaves `with` blocks
-_INNER = (_PACKAGE + os.sep, os.path.dirname(torch.__file__) + os.sep)
+_INNER = (
+    _PACKAGE + os.sep,
+    os.path.dirname(torch.__file__) + os.sep,
+    typing_extensions.__file__,  # which decorates what torch calls deprecated
+)
 
 
 def here() -> str:
