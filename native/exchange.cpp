@@ -56,7 +56,8 @@ void Group::exchange(Passage& passage) {
     bool hit = false;
     for (int from = 0; from < p && !hit; ++from) {
       const View* output = take(from);
-      bool same = output && from == rank_ && output->data == input.data;
+      // Its own part may stay where it is: nobody else reads it there.
+      bool same = output && from == rank_ && &input == give(rank_) && output->data == input.data;
       hit = output && !same && overlap(input, *output, item);
     }
     if (!hit) continue;

@@ -18,7 +18,7 @@ from torch import Tensor
 from phalanx.collectives import all_reduce
 from phalanx.errors import CollectiveMismatch, Deadlock
 from phalanx.groups import ProcessGroup
-from phalanx.work import CompletedWork, Work
+from phalanx.work import JoinedWork, Work
 from phalanx.world import resolve
 
 __all__ = ["Join", "JoinHook", "Joinable"]
@@ -26,8 +26,8 @@ __all__ = ["Join", "JoinHook", "Joinable"]
 _SKEW = 1000  # iterations that a rank shadows before it warns
 
 # The exchange must match nothing but itself: a collective of the program that met it would let
-# wrong numbers pass. Nobody reduces integers in six dimensions.
-_SHAPE = (1,) * 6
+# wrong numbers pass. Nobody reduces eleven integers of 32 bits (which fit into a cache line).
+_ELEMENTS, _DTYPE = 11, torch.int32
 
 _ADVICE = (
     "a rank that has left its loop shadows, under Join, the calls of the joinables and no others: "
@@ -172,9 +172,10 @@ class Join:
         for joinable in self._joinables:
             joinable._has_joined = True
         while True:
-            count = _count(active=False)
+            count = _vote(active=False)
             all_reduce(count, group=group)
-            if count.item() == 0:
+            num_active = int(count[0])
+            if num_active == 0:
                 break
             if self._throw_on_early_termination:
                 raise RuntimeError(
@@ -182,7 +183,7 @@ class Join:
                     "left; all stop here (throw_on_early_termination)"
                 )
             for hook in self._join_hooks:
-                hook.num_active = int(count.item())
+                hook.num_active = num_active
                 hook.main_hook()
             num_shadowed += 1
             if num_shadowed == _SKEW + 1:
@@ -211,21 +212,22 @@ class Join:
         if not config.enable or not config.is_first_joinable or joinable._has_joined:
             return None
         group = resolve(joinable.join_process_group)
-        count = _count(active=True)
-        if not config.throw_on_early_termination:
-            return all_reduce(count, group=group, async_op=True)
-        all_reduce(count, group=group)
-        if count.item() < group.size():
-            raise RuntimeError(
-                "Detected at least one rank that exhausted inputs. Throwing across all ranks. "
-                f"{int(count.item())} of {group.size()} had some left"
-            )
-        return CompletedWork([count])
+        count = _vote(active=True)
+        work = all_reduce(count, group=group, async_op=True)
+        assert work is not None
+        if config.throw_on_early_termination:
+            work.wait()
+            if (num_active := int(count[0])) < group.size():
+                raise RuntimeError(
+                    "Detected at least one rank that exhausted inputs. Throwing across all ranks. "
+                    f"{num_active} of {group.size()} had some left"
+                )
+        return JoinedWork([work], [count[:1]])
 
 
-def _count(active: bool) -> Tensor:
-    """Return what a rank brings to the exchange, whose sum is the number of ranks with input."""
-    return torch.full(_SHAPE, int(active), dtype=torch.int64)
+def _vote(active: bool) -> Tensor:
+    """Return what a rank brings to the exchange: summed, each element counts the active ranks."""
+    return torch.full((_ELEMENTS,), int(active), dtype=_DTYPE)
 
 
 def _check_constructed(joinable: Joinable) -> None:
