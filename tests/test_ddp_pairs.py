@@ -224,9 +224,12 @@ def train(on: frozenset[str]) -> list[Step]:
             passes = _parts(on)
             for i, parts in enumerate(passes):
                 with nullcontext() if i == len(passes) - 1 else ddp.no_sync():
-                    outputs = [ddp(*batch(step, part, rank)) for part in parts]
+                    batches = [batch(step, part, rank) for part in parts]
+                    outputs = [ddp(*inputs) for inputs in batches]
                     loss = sum(loss_of(output, rank) for output in outputs)
                     loss.backward(create_graph="graph" in on)
+                    for inputs, *_ in batches:
+                        inputs.grad = None
             result = Step(_gradients(net))
             if optimizer is not None:
                 optimizer.step()
@@ -234,6 +237,9 @@ def train(on: frozenset[str]) -> list[Step]:
             result.offsets = net.offset.clone() if "buffers" in on else None
             steps.append(result)
     final = {name: p.detach().clone() for name, p in net.named_parameters()}
+    # A gradient with a graph and what it is the gradient of hold each other, and the graph the
+    # world, for ever: so none is left, here and of the inputs.
+    net.zero_grad()
     return [*steps, Step(params=final)]
 
 

@@ -114,20 +114,20 @@ if __name__ == "__main__":
 
 def test_what_a_killed_launcher_left_is_removed_by_the_next(tmp_path):
     """Its ranks, which would have tidied up, are killed as well."""
-    script, files = tmp_path / "starts.py", tmp_path / "files"
-    files.mkdir()
+    script = tmp_path / "starts.py"
     script.write_text(STARTS)
-    environment = {**os.environ, "TMPDIR": str(files)}
-    with subprocess.Popen(
-        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True
-    ) as launcher:
-        assert launcher.stdout.readline()
-        for pid in [launcher.pid, *processes.descendants(launcher.pid)]:
-            os.kill(pid, signal.SIGKILL)
-    assert len(list(files.glob("phalanx-*"))) == 1
-    sweep = "from phalanx import leftovers; leftovers.sweep()"
-    subprocess.run([sys.executable, "-c", sweep], env=environment, check=True)
-    assert list(files.glob("phalanx-*")) == []
+    with tempfile.TemporaryDirectory() as files:  # of a short name: it has a socket in it
+        environment = {**os.environ, "TMPDIR": files}
+        with subprocess.Popen(
+            [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True
+        ) as launcher:
+            assert launcher.stdout.readline()
+            for pid in [launcher.pid, *processes.descendants(launcher.pid)]:
+                os.kill(pid, signal.SIGKILL)
+        assert len(list(Path(files).glob("phalanx-*"))) == 1
+        sweep = "from phalanx import leftovers; leftovers.sweep()"
+        subprocess.run([sys.executable, "-c", sweep], env=environment, check=True)
+        assert list(Path(files).glob("phalanx-*")) == []
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
