@@ -350,7 +350,7 @@ def _refuses_often() -> tuple[int, int]:
 @pytest.mark.parametrize("ranks", ["threads", "processes"])
 def test_refused_messages_do_not_use_up_anything(ranks: str) -> None:
     for descriptors, memory in run_ranks(_refuses_often, 2, ranks=ranks):
-        assert descriptors <= 1  # ranks that are threads look at the same time
+        assert descriptors <= 2  # those with which the other thread looks at the same time
         assert memory < 20 * 1_200_000  # of 40 messages
 
 
